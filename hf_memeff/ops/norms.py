@@ -1,0 +1,133 @@
+"""RMSNorm (three weight conventions) and LayerNorm with hand-derived input gradients.
+
+The weights are frozen: both functions return no weight gradient, and a trainable norm is the caller's to run through autograd.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hf_memeff.ops.precision import accumulation_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class NormOp:
+    """One frozen norm, ready to run on rows.
+
+    RMSNorm: ``y = x / n * (offset + w)`` with ``n = sqrt(mean(x^2) + eps)``; its gradient is
+    ``dx = (g w) / n - x mean((g w) x) / n^3`` (MeSP, arXiv 2602.13069, section 3). LayerNorm subtracts the mean first.
+
+    Attributes:
+        kind: ``rms`` or ``layer``.
+        weight: (D,) or ``None`` for a norm without weight.
+        bias: (D,) or ``None``; LayerNorm only.
+        eps: added to the mean square.
+        offset: 0.0, or 1.0 for the ``1 + w`` convention of Gemma.
+        round_first: round ``x / n`` to the input's dtype before the weight is applied (Llama) instead of after (Gemma, OLMo-2).
+    """
+
+    kind: str
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    offset: float = 0.0
+    round_first: bool = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise rows ``x`` (N, D); returns the dtype the model's own norm returns."""
+        if self.kind == "layer":
+            return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+        wide = x.to(accumulation_dtype(x.dtype))
+        normed = wide * self._inverse_rms(wide)
+        if self.weight is None:
+            return normed.to(x.dtype)
+        if self.round_first and self.offset == 0.0:
+            normed = normed.to(x.dtype)
+            return normed.mul_(self.weight) if normed.dtype == self.weight.dtype else self.weight * normed
+        return normed.mul_(self._scale(wide.dtype)).to(x.dtype)
+
+    def backward(self, g: Tensor, x: Tensor) -> Tensor:
+        """Gradient (N, D) for the rows ``x`` (N, D), in the dtype of ``x``; everything but ``g`` and ``x`` is recomputed."""
+        wide = x.to(accumulation_dtype(x.dtype))
+        scale = self._scale(wide.dtype)
+        gw = g.to(wide.dtype) * scale if scale is not None else g.to(wide.dtype, copy=True)
+        if self.kind == "layer":
+            wide = wide - wide.mean(-1, keepdim=True)
+            inverse = self._inverse_rms(wide)
+            coefficient = (gw * wide).mean(-1, keepdim=True).mul_(inverse**3)
+            return gw.sub_(gw.mean(-1, keepdim=True)).mul_(inverse).addcmul_(wide, coefficient, value=-1.0).to(x.dtype)
+        inverse = self._inverse_rms(wide)
+        coefficient = (gw * wide).mean(-1, keepdim=True).mul_(inverse**3)
+        return gw.mul_(inverse).addcmul_(wide, coefficient, value=-1.0).to(x.dtype)
+
+    def _inverse_rms(self, wide: Tensor) -> Tensor:
+        # vector_norm reduces without building x^2, which would be a tensor of the size of x
+        width = wide.shape[-1]
+        return torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(width).add_(self.eps).rsqrt_()
+
+    def _scale(self, dtype: torch.dtype) -> Tensor | None:
+        if self.weight is None:
+            return None
+        weight = self.weight.to(dtype)
+        return weight + self.offset if self.offset else weight
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, settings: dict[str, Any]) -> Tensor:
+        op = NormOp(weight=weight, bias=bias, **settings)
+        ctx.settings, ctx.has_weight = settings, weight is not None
+        ctx.save_for_backward(x, *([weight] if weight is not None else []))
+        return op.forward(x.reshape(-1, x.shape[-1])).view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, None, None, None]:
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        x = ctx.saved_tensors[0]
+        weight = ctx.saved_tensors[1] if ctx.has_weight else None
+        op = NormOp(weight=weight, bias=None, **ctx.settings)
+        width = x.shape[-1]
+        return op.backward(g.reshape(-1, width), x.reshape(-1, width)).view(x.shape), None, None, None
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, offset: float = 0.0, round_first: bool = True) -> Tensor:
+    """RMSNorm over the last dimension with a frozen weight.
+
+    Args:
+        x: (..., D), any floating dtype; statistics are float32 at least.
+        weight: (D,), frozen, or ``None``.
+        eps: added to the mean square, > 0.
+        offset: 1.0 for Gemma's ``1 + w``.
+        round_first: see ``NormOp``.
+
+    Returns:
+        (..., D). Saved for backward: ``x`` and a reference to ``weight``, 0 bytes beyond them.
+
+    Raises:
+        ValueError: the weight wants a gradient.
+    """
+    _refuse_trainable(weight)
+    return _Norm.apply(x, weight, None, {"kind": "rms", "eps": eps, "offset": offset, "round_first": round_first})
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """LayerNorm over the last dimension with frozen weight and bias; arguments and saved bytes as ``rms_norm``."""
+    _refuse_trainable(weight)
+    _refuse_trainable(bias)
+    return _Norm.apply(x, weight, bias, {"kind": "layer", "eps": eps})
+
+
+def _refuse_trainable(weight: Tensor | None) -> None:
+    if weight is not None and weight.requires_grad:
+        raise ValueError(
+            "got a norm weight with requires_grad=True, expected a frozen one: this op computes no weight gradient. "
+            "Use torch.nn.functional.rms_norm or layer_norm for a trained norm."
+        )
