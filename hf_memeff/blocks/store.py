@@ -31,7 +31,7 @@ STORE_KINDS = ("memory", "cpu", "disk")
 _RAM_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "rootfs"})
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL})
 _FIX = (
-    "Fix: make room there, name another folder with activation_store_dir, "
+    "Fix: make space or repair permissions there, name another folder with activation_store_dir, "
     'or set activation_store="cpu" (on a GPU) or "memory".'
 )
 _SHORT = reprlib.Repr()
@@ -348,7 +348,7 @@ def _saved_tensor_hooks_active() -> bool:
 
 
 def _file_system(path: str) -> str | None:
-    """Type of the file system that holds `path`, which need not exist yet: "ext4", ...; None where there is no /proc."""
+    """Type of the file system that holds `path`, which need not exist yet: "ext4", ...; None without /proc."""
     resolved = os.path.realpath(path)
     found, longest = None, 0
     for line in _mount_table():

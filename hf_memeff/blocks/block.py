@@ -1,0 +1,282 @@
+"""The callable that replaces a decoder layer's forward, and the decision which path a call takes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hf_memeff.blocks.arguments import bind, filled_cache, pack, without_cache
+from hf_memeff.blocks.layouts import Layout, NormConvention, part
+from hf_memeff.blocks.linear import LinearPlan, plan_linear
+from hf_memeff.blocks.store import ActivationStore
+from hf_memeff.blocks.structured import BlockCall, StructuredBlock
+from hf_memeff.ops.activations import Activation, identify_activation
+
+logger = logging.getLogger(__name__)
+
+SELF = "_hf_memeff_self"  # keyword under which the pre-hook hands a layer to its forward
+
+
+class Holder:
+    """Carries a module through keyword arguments; opaque, so that nothing on the way moves or flattens the module."""
+
+    __slots__ = ("module",)
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+
+def hand_over(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Forward pre-hook: give the module being called (a replica or a copy gives itself) to the forward attached to it."""
+    return args, kwargs | {SELF: Holder(module)}
+
+
+@dataclass
+class BlockForward:
+    """An attached layer's forward. It holds settings and findings, never the layer or one of its tensors.
+
+    Attributes:
+        index: place among the attached blocks.
+        count: number of attached blocks.
+        names: positional parameters of the layer's own forward, without ``self``.
+        layout: the layer's layout, or ``None`` for an unknown one.
+        conventions: convention of each norm of the layout.
+        store: where block inputs wait.
+        tile_tokens: rows of one tile, or ``None`` for automatic.
+        strict: whether a fallback is an error.
+        verdict: why the self-check refused the structured block; empty if it passed; ``None`` while it has not run.
+        refusal: why the layout cannot be used at all (a property of the layer that does not change); empty if it can.
+        previous: a forward that was already set on the instance (accelerate's hooks do that), which ours takes the place of.
+    """
+
+    index: int
+    count: int
+    names: tuple[str, ...]
+    layout: Layout | None
+    conventions: dict[str, NormConvention]
+    store: ActivationStore
+    tile_tokens: int | None
+    strict: bool
+    verdict: str | None = None
+    refusal: str = ""
+    previous: Callable[..., Any] | None = field(default=None, repr=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        holder = kwargs.pop(SELF, None)
+        if holder is None:
+            raise RuntimeError(
+                "got a decoder layer's forward without its forward pre-hook, expected both or neither: the hook was removed, or the forward was taken "
+                "off the layer. Call the layer itself, and undo hf_memeff with detach(model)."
+            )
+        layer = holder.module
+        if not (layer.training and torch.is_grad_enabled()):
+            return self.original(layer, *args, **kwargs)
+        return self.train_call(layer, args, kwargs)
+
+    def original(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The layer's own forward, with gradient checkpointing left out: an attached block already is a checkpoint."""
+        if self.previous is not None:
+            return self.previous(*args, **kwargs)
+        return _uncheckpointed(type(layer))(layer, *args, **kwargs)
+
+    @torch.compiler.disable
+    def train_call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A training call: structured, recomputed whole, or (where re-running would be wrong) the layer's own graph."""
+        hidden, others = bind(self.names, args, kwargs)
+        path, reason, plans = self.path(layer, others)
+        if path == "off":
+            return self.original(layer, *args, **kwargs)
+        others = without_cache(others)
+        if path == "structured" and self.verdict is None:
+            from hf_memeff.blocks.selfcheck import check_block
+
+            self.verdict = check_block(self, layer)
+            if self.verdict:
+                path, reason = "recompute", self.verdict
+        if path == "recompute":
+            if self.strict:
+                raise RuntimeError(strict_message(type(layer).__name__, reason))
+            return self._recompute(layer, hidden, others)
+        assert plans is not None
+        return self.structured(layer, hidden, others, plans)
+
+    def structured(
+        self, layer: nn.Module, hidden: Tensor, others: dict[str, Any], plans: dict[str, LinearPlan], rows: Tensor | None = None
+    ) -> Tensor:
+        """Run the structured block on the layer; ``rows`` restricts its backward to kept rows."""
+        assert self.layout is not None
+        packed, tensors = pack(_attention_arguments(others))
+        adapters = [t for name in self.layout.linears for t in plans[name].tensors()]
+        call = BlockCall(
+            layer,
+            self.layout,
+            self.conventions,
+            _activation(part(layer, self.layout.mlp), self.layout, layer),
+            plans,
+            packed,
+            self.store,
+            self.count - self.index,
+            self.tile_tokens or max(128, hidden.shape[:-1].numel() // 6),
+            rows,
+        )
+        return StructuredBlock.apply(hidden, call, len(adapters), *adapters, *tensors)
+
+    def _recompute(self, layer: nn.Module, hidden: Tensor, others: dict[str, Any]) -> Any:
+        """Whole-block recompute: PyTorch's non-reentrant checkpoint, with the block's input in the store."""
+
+        def run(h: Tensor) -> Any:
+            return self.original(layer, h, **others)
+
+        if self.store.kind == "memory" or not hidden.is_floating_point():
+            return checkpoint(run, hidden, use_reentrant=False)
+        key = hidden.data_ptr(), hidden.shape
+
+        def keep(t: Tensor) -> tuple[Tensor, torch.device | None]:
+            if (t.data_ptr(), t.shape) == key:
+                return self.store.put(t.detach(), self.count - self.index), t.device
+            return t, None
+
+        def bring_back(saved: tuple[Tensor, torch.device | None]) -> Tensor:
+            tensor, device = saved
+            return tensor if device is None else self.store.get(tensor, device)
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, bring_back):
+            return checkpoint(run, hidden, use_reentrant=False)
+
+    def path(
+        self, layer: nn.Module, others: dict[str, Any] | None = None
+    ) -> tuple[str, str, dict[str, LinearPlan] | None]:
+        """Which path a training call takes and why.
+
+        Args:
+            layer: the attached layer.
+            others: arguments of the call, or ``None`` to ask without one (the status report).
+
+        Returns:
+            ``structured``, ``recompute`` or ``off``; the reason, empty for ``structured``; the projections' plans for ``structured``.
+        """
+        reason = _unreplayable(layer, others)
+        if reason:
+            return "off", reason, None
+        reason = self._unstructured(layer, others)
+        if reason:
+            return "recompute", reason, None
+        assert self.layout is not None
+        plans: dict[str, LinearPlan] = {}
+        for name in self.layout.linears:
+            plan = plan_linear(part(layer, name))
+            if isinstance(plan, str):
+                return "recompute", f"{name}: {plan}", None
+            plans[name] = plan
+        return "structured", "", plans
+
+    def _unstructured(self, layer: nn.Module, others: dict[str, Any] | None) -> str:
+        """Why a call cannot run structured, or an empty string."""
+        if self.layout is None:
+            return f"the layout of {type(layer).__name__} is not known"
+        if self.refusal or self.verdict:
+            return self.refusal or self.verdict or ""
+        for name, module in layer.named_modules():
+            if hasattr(module, "_hf_hook") and name:
+                return f"{name} is managed by accelerate's hooks (offloading)"
+        for name in self.layout.norms:
+            norm = part(layer, name)
+            if any(p.requires_grad for p in norm.parameters()):
+                return f"{name} is trained"
+            if norm._forward_hooks or norm._forward_pre_hooks or "forward" in norm.__dict__:
+                return f"{name} has hooks or a replaced forward"
+        attention = part(layer, self.layout.attention)
+        if "forward" in attention.__dict__ or attention._forward_pre_hooks or _foreign_hooks(attention):
+            return f"{self.layout.attention} has hooks or a replaced forward"
+        outside = {f"{name}." for name in (*self.layout.linears, *self.layout.norms)}
+        for name, parameter in layer.named_parameters():
+            if parameter.requires_grad and not any(name.startswith(prefix) for prefix in outside):
+                return f"{name} is trained"
+        if others is not None:
+            if others.get("encoder_hidden_states") is not None:
+                return "cross-attention is not part of the layout"
+            if any(t.requires_grad for t in pack(others)[1]):
+                return "another argument than the hidden states wants a gradient"
+        return ""
+
+
+def strict_message(layer: str, reason: str) -> str:
+    """The error of ``strict=True``."""
+    return (
+        f"got a {layer} that cannot run structured ({reason}), expected all blocks structured because strict=True. "
+        "Pass strict=False to let it run as whole-block recompute (exact, less saving)."
+    )
+
+
+def _unreplayable(layer: nn.Module, others: dict[str, Any] | None) -> str:
+    """Why a block must not be run twice, or an empty string."""
+    for name, module in layer.named_modules():
+        if hasattr(module, "lora_variant") and module.active_adapters:
+            for adapter in module.active_adapters:
+                variant = module.lora_variant.get(adapter)
+                if variant is not None and type(variant).__name__.startswith("ALora"):
+                    return f"{name}: aLoRA gets its offsets through hooks that a re-run would not see"
+        # PEFT hands per-call arguments (adapter_names, aLoRA offsets) to layers by temporary pre-hooks
+        if hasattr(module, "lora_A") and module._forward_pre_hooks:
+            return f"{name}: per-call arguments arrive through hooks that a re-run would not see"
+    if not any(p.requires_grad for p in layer.parameters()) and not _has_active_adapter(layer):
+        return "no active adapter or trained weight in this block"
+    if others is not None:
+        if filled_cache(others):
+            return "a filled key-value cache is passed, to which a re-run would append"
+        if others.get("output_attentions") or getattr(getattr(layer, "config", None), "output_attentions", False):
+            return "attention weights are asked for"
+    return ""
+
+
+def _has_active_adapter(layer: nn.Module) -> bool:
+    """Whether an adapter takes part (replicas of DataParallel have no parameters to ask)."""
+    for module in layer.modules():
+        if hasattr(module, "lora_A") and not module.disable_adapters and not module.merged:
+            if any(a in module.lora_A for a in module.active_adapters):
+                return True
+    return False
+
+
+def _foreign_hooks(module: nn.Module) -> bool:
+    """Forward hooks other than transformers' output capture, which stays installed and idle unless outputs are asked for."""
+    return any("output_capturing_hook" not in getattr(h, "__qualname__", "") for h in module._forward_hooks.values())
+
+
+def _attention_arguments(others: dict[str, Any]) -> dict[str, Any]:
+    """The layer's arguments that it passes on to its attention."""
+    return {k: v for k, v in others.items() if not k.startswith("encoder_")}
+
+
+_activations = threading.local()
+
+
+def _activation(mlp: nn.Module, layout: Layout, layer: nn.Module) -> Activation:
+    """The activation of a layer, identified once per activation class and thread."""
+    function = getattr(mlp, layout.activation.rpartition(".")[2])
+    kind = type(function) if isinstance(function, nn.Module) else function
+    known: dict[Any, Activation] = _activations.__dict__.setdefault("known", {})
+    if kind not in known:
+        found = identify_activation(function)
+        if found.name == "other":
+            return found  # differentiated through this very module, which may have parameters of its own
+        known[kind] = found
+    return known[kind]
+
+
+def _uncheckpointed(cls: type[nn.Module]) -> Callable[..., Any]:
+    """A layer class's forward without transformers' checkpointing wrapper (transformers >= 5.20 checkpoints inside ``forward``).
+
+    Older releases checkpoint in ``__call__``: there a block is checkpointed twice, which is exact and costs one more forward.
+    """
+    forward: Any = cls.forward
+    while getattr(getattr(forward, "__code__", None), "co_name", "") == "forward_with_checkpointing":
+        forward = forward.__wrapped__
+    return forward

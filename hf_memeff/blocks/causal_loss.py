@@ -1,0 +1,368 @@
+"""The tiled loss of a causal LM: a training call with labels never builds whole logits.
+
+The model's own forward runs as it is, so that argument handling, auxiliary losses and outputs stay its own. For the duration of one call its head computes the tiled
+loss instead of logits, and its loss function hands that loss on. Which logits the model would have made (scale, softcap) is read from its config and proven on
+random hidden states before it is used.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_memeff.blocks.block import SELF, Holder
+from hf_memeff.blocks.options import EngineOptions
+from hf_memeff.blocks.status import PathReport
+from hf_memeff.blocks.tiled_output import without_logits
+from hf_memeff.ops.dropout import replayed_rng, save_rng
+from hf_memeff.ops.linear_cross_entropy import linear_cross_entropy
+
+logger = logging.getLogger("hf_memeff")
+
+
+@dataclass(frozen=True)
+class HeadRule:
+    """What a model does to ``lm_head``'s output: ``softcap tanh(scale z / softcap)``; ``softcap`` is ``None`` without one."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+def head_rule(config: Any) -> HeadRule:
+    """Read scale and softcap from a model's config, under the names the families use for them."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    scale = 1.0
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        value = getattr(text, name, None)
+        if isinstance(value, int | float):
+            scale = float(value)
+            break
+    else:
+        divisor = getattr(text, "logits_scaling", None)
+        if isinstance(divisor, int | float) and divisor:
+            scale = 1.0 / float(divisor)
+    cap = getattr(text, "final_logit_softcapping", None)
+    return HeadRule(scale, float(cap) if isinstance(cap, int | float) and cap else None)
+
+
+@dataclass
+class LossForward:
+    """A causal LM's forward that computes the loss of a training step in tiles.
+
+    Attributes:
+        mode: ``auto``, ``always`` or ``never``, as ``EngineOptions.tiled_loss``.
+        tile_bytes: bytes of float32 logits in one tile, or ``None`` for automatic.
+        rule: what the model does to its head's output.
+        verdict: why the check on random hidden states refused tiling; empty if it passed; ``None`` while it has not run.
+        previous: a forward that was already set on the instance.
+        owner: the model, for callers that took this forward off it (TRL's fused head keeps a reference to it); dropped by copies.
+    """
+
+    mode: str
+    tile_bytes: int | None
+    rule: HeadRule
+    verdict: str | None = None
+    previous: Callable[..., Any] | None = field(default=None, repr=False)
+    owner: weakref.ref[nn.Module] | None = field(default=None, repr=False)
+    active: bool = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"owner": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LossForward:
+        copied = LossForward(self.mode, self.tile_bytes, self.rule, self.verdict, self.previous, None, self.active)
+        copied.__dict__ |= {k: v for k, v in self.__dict__.items() if k not in copied.__dict__}
+        return copied
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        holder = kwargs.pop(SELF, None)
+        model = holder.module if holder is not None else (self.owner() if self.owner is not None else None)
+        if model is None:
+            raise RuntimeError(
+                "got a model's forward without its forward pre-hook, expected both or neither. "
+                "Call the model itself, and undo hf_memeff with detach(model)."
+            )
+        own = self.previous if self.previous is not None else getattr(type(model), "forward").__get__(model)
+        if not self.active or _labels(own, args, kwargs) is None:
+            return own(*args, **kwargs)
+        if self.mode == "never" or (self.mode == "auto" and not model.training):
+            return own(*args, **kwargs)
+        reason = untileable(model, self)
+        if not reason and kwargs.get("logits_to_keep"):
+            reason = "logits_to_keep is asked for"
+        if reason:
+            _say_once(reason)
+            return own(*args, **kwargs)
+        return _tiled_call(model, self, own, args, kwargs)
+
+
+def _labels(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    if "labels" in kwargs or not args:
+        return kwargs.get("labels")
+    return inspect.signature(own).bind_partial(*args, **kwargs).arguments.get("labels")
+
+
+def _tiled_call(
+    model: nn.Module, forward: LossForward, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run the model's own forward with a head that keeps the hidden states and a loss function that takes them in tiles."""
+    head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
+    kept: dict[str, Tensor] = {}
+
+    def keep_hidden(hidden: Tensor) -> Tensor:
+        kept["hidden"] = hidden
+        # stands in for the logits in the model's own post-processing; a single column, so that it costs nothing
+        return hidden[..., :1]
+
+    def tiled_loss(logits: Any = None, labels: Any = None, vocab_size: Any = None, **loss_kwargs: Any) -> Tensor:
+        return _causal_lm_loss(kept["hidden"], head, labels, forward, **loss_kwargs)
+
+    own_loss = model.__dict__.get("_loss_function", _MISSING)
+    head.__dict__["forward"] = keep_hidden
+    model.__dict__["_loss_function"] = tiled_loss
+    try:
+        output = own(*args, **kwargs)
+    finally:
+        del head.__dict__["forward"]
+        if own_loss is _MISSING:
+            del model.__dict__["_loss_function"]
+        else:
+            model.__dict__["_loss_function"] = own_loss
+    return without_logits(output)
+
+
+def _causal_lm_loss(
+    hidden: Tensor,
+    head: nn.Module,
+    labels: Tensor,
+    forward: LossForward,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """transformers' ``ForCausalLMLoss`` on hidden states: same shift, same reduction."""
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    shift_labels = shift_labels.to(hidden.device)
+    weight: Tensor = head.weight  # type: ignore[assignment]
+    total = linear_cross_entropy(
+        hidden,
+        weight,
+        shift_labels.reshape(hidden.shape[:-1]),
+        bias=head.bias,  # type: ignore[arg-type]
+        ignore_index=ignore_index,
+        softcap=forward.rule.softcap,
+        scale=forward.rule.scale,
+        tile_rows=tile_rows(forward.tile_bytes, hidden, weight.shape[0], forward.rule.softcap is not None),
+    )
+    if num_items_in_batch is None:
+        return total / (shift_labels != ignore_index).sum()
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(total.device)
+    return total / num_items_in_batch
+
+
+def tile_rows(tile_bytes: int | None, hidden: Tensor, vocabulary: int, softcap: bool) -> int:
+    """Rows of one tile of the loss.
+
+    Args:
+        tile_bytes: bytes a tile may take, or ``None``: the larger of 64 rows and 5 block inputs.
+        hidden: (..., D), the last hidden states.
+        vocabulary: V.
+        softcap: whether a tile is held twice.
+    """
+    row_bytes = 4 * vocabulary * (2 if softcap else 1)
+    if tile_bytes is None:
+        tile_bytes = max(64 * row_bytes, 5 * hidden.numel() * hidden.element_size())
+    return max(1, tile_bytes // row_bytes)
+
+
+def untileable(model: nn.Module, forward: LossForward) -> str:
+    """Why the loss of a training call cannot be tiled, or an empty string."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    if type(head) is not nn.Linear:
+        return f"the head is a {type(head).__name__} (adapted, trained or replaced)"
+    if any(p.requires_grad for p in head.parameters()):
+        return "the head is trained"
+    if "forward" in head.__dict__ or hasattr(head, "_hf_hook"):
+        return "the head's forward is replaced (offloading hooks)"
+    weight = head.weight
+    if weight.is_meta or type(weight.data) is not Tensor or hasattr(weight, "ds_id"):
+        return "the head's weight is sharded or not loaded"
+    if not weight.is_floating_point():
+        return f"the head's weight is {weight.dtype}"
+    if getattr(model.loss_function, "__name__", "") != "ForCausalLMLoss":
+        return "the model has a loss function of its own, which reads logits"
+    if forward.verdict is None:
+        forward.verdict = _check_rule(model, forward)
+    return forward.verdict
+
+
+class _Stop(Exception):
+    """Raised by the check's loss function to leave the model's forward with its logits."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        self.logits = logits
+
+
+def _check_rule(model: nn.Module, forward: LossForward) -> str:
+    """Prove the head rule: feed random hidden states to the model's own head path, without running its blocks.
+
+    The backbone's forward is replaced on the instance for this one call. Random state, modes and gradients stay as they are.
+    """
+    backbone = model.base_model
+    if backbone is model:
+        return "the model has no separate backbone"
+    weight = model.get_output_embeddings().weight  # type: ignore[operator]
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(1, 5, weight.shape[-1], generator=generator).to(weight.device, weight.dtype)
+    labels = torch.zeros(1, 5, dtype=torch.long, device=weight.device)
+
+    def give_hidden(*_: Any, **__: Any) -> Any:
+        return _BackboneOutput(hidden)
+
+    def stop(logits: Tensor, *_: Any, **__: Any) -> Tensor:
+        raise _Stop(logits)
+
+    saved = backbone.__dict__.get("forward", _MISSING), model.__dict__.get("_loss_function", _MISSING)
+    hooks = {n: backbone.__dict__[n] for n in ("_forward_hooks", "_forward_pre_hooks")}
+    states = save_rng(weight.device)
+    try:
+        backbone.__dict__["forward"] = give_hidden
+        model.__dict__["_loss_function"] = stop
+        for name in hooks:
+            backbone.__dict__[name] = type(hooks[name])()
+        with torch.no_grad(), replayed_rng(states, weight.device), torch.autocast(weight.device.type, enabled=False):
+            getattr(type(model), "forward")(model, input_ids=labels, labels=labels)
+        return "the model's forward does not call its loss function"
+    except _Stop as reached:
+        logits = reached.logits.float()
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+        return f"the check of its head could not run ({type(error).__name__})"
+    finally:
+        for holder, name, value in ((backbone, "forward", saved[0]), (model, "_loss_function", saved[1])):
+            if value is _MISSING:
+                holder.__dict__.pop(name, None)
+            else:
+                holder.__dict__[name] = value
+        backbone.__dict__.update(hooks)
+    expected = nn.functional.cross_entropy(logits.view(5, -1), labels.view(-1), reduction="sum")
+    with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
+        got = linear_cross_entropy(
+            hidden,
+            weight,
+            labels,
+            bias=model.get_output_embeddings().bias,  # type: ignore[operator]
+            scale=forward.rule.scale,
+            softcap=forward.rule.softcap,
+        )
+    difference = float((got.double() - expected.double()).abs() / expected.double().abs())
+    tolerance = 1e-4 if weight.dtype in (torch.float32, torch.float64) else 1e-2
+    return "" if difference <= tolerance else f"the check of its head found the loss off by {difference:.1e}"
+
+
+class _BackboneOutput(dict[str, Any]):
+    """What a head reads of its backbone's output: the last hidden states, and ``None`` for everything else."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__(last_hidden_state=hidden)
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.last_hidden_state if key in (0, "last_hidden_state") else None
+
+
+_MISSING = object()
+_said: set[str] = set()
+
+
+def _say_once(reason: str) -> None:
+    if reason not in _said:
+        _said.add(reason)
+        logger.warning("the loss is computed from whole logits: %s", reason)
+
+
+def hand_over_to_loss(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook of a causal LM: give the model being called to the attached forward, unless something was put on top of it."""
+    if isinstance(module.__dict__.get("forward"), LossForward):
+        return args, kwargs | {SELF: Holder(module)}
+    return None
+
+
+def attach_loss(model: nn.Module, options: EngineOptions) -> None:
+    """Put the tiled loss on a causal LM.
+
+    Raises:
+        ValueError: ``tiled_loss="always"`` on a model without a causal LM head.
+    """
+    if options.tiled_loss == "never":
+        return
+    if not _is_causal_lm(model):
+        if options.tiled_loss == "always":
+            raise ValueError(
+                f'got tiled_loss="always" on {type(model).__name__}, expected a causal language model. '
+                'Use tiled_loss="auto", which is off for this model.'
+            )
+        return
+    forward = LossForward(
+        options.tiled_loss, options.loss_tile_bytes, head_rule(model.config), previous=model.__dict__.get("forward")
+    )
+    forward.owner = weakref.ref(model)
+    # Trainer and generate() read the arguments a model takes from its forward's signature
+    forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
+    forward.__dict__["__wrapped__"] = type(model).forward
+    forward.__dict__["__name__"] = "forward"
+    model.__dict__["forward"] = forward
+    model.register_forward_pre_hook(hand_over_to_loss, with_kwargs=True)
+
+
+def detach_loss(model: nn.Module) -> None:
+    """Take the tiled loss off. A forward that was put on top of it stays, and finds the model's own below."""
+    forward = model.__dict__.get("forward")
+    if isinstance(forward, LossForward):
+        forward.active = False
+        if forward.previous is None:
+            del model.__dict__["forward"]
+        else:
+            model.__dict__["forward"] = forward.previous
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if hook is hand_over_to_loss:
+            del model._forward_pre_hooks[key]
+            model._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def loss_report(model: nn.Module, options: EngineOptions) -> PathReport:
+    """How a training call with labels computes its loss."""
+    if options.tiled_loss == "never":
+        return PathReport("loss", "logits", 'tiled_loss="never"')
+    forward = model.__dict__.get("forward")
+    if not _is_causal_lm(model):
+        return PathReport("loss", "logits", "not a causal language model")
+    if not isinstance(forward, LossForward):
+        return PathReport("loss", "logits", "the model's forward was replaced (a trainer's own fused loss)")
+    reason = untileable(model, forward)
+    return PathReport("loss", "logits" if reason else "tiled", reason)
+
+
+def _is_causal_lm(model: nn.Module) -> bool:
+    """A model with output embeddings and transformers' causal loss."""
+    getter = getattr(model, "get_output_embeddings", None)
+    if getter is None or getter() is None:
+        return False
+    kind = getattr(model, "loss_type", None) or type(model).__name__
+    return "ForCausalLM" in str(kind) or type(model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
