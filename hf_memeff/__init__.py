@@ -1,5 +1,38 @@
-"""Memory-efficient fine-tuning for Hugging Face models: LoRA's exact gradients, far less activation memory."""
+"""Memory-efficient fine-tuning for Hugging Face models: LoRA's exact gradients, far less activation memory.
+
+Importing this package registers its tuners with PEFT and does nothing else.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from hf_memeff.compat import PACKAGE_VERSION as __version__
+from hf_memeff.compat import require_peft
 
-__all__ = ["__version__"]
+require_peft()
+
+from hf_memeff.memory import measure_peak_memory, saved_tensor_bytes  # noqa: E402
+from hf_memeff.tuners.attach import attach, detach, memeff_status  # noqa: E402
+from hf_memeff.tuners.mesp import MespConfig  # noqa: E402
+
+if TYPE_CHECKING:
+    from hf_memeff.integrations.callbacks import MespCallback
+
+__all__ = [
+    "MespCallback",
+    "MespConfig",
+    "__version__",
+    "attach",
+    "detach",
+    "measure_peak_memory",
+    "memeff_status",
+    "saved_tensor_bytes",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load what needs transformers' Trainer when it is first asked for."""
+    if name == "MespCallback":
+        from hf_memeff.integrations.callbacks import MespCallback
+
+        return MespCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

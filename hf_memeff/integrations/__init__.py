@@ -1,0 +1,1 @@
+"""Plug-ins for training loops."""

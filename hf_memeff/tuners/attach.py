@@ -1,0 +1,156 @@
+"""Put the engine on a model that already carries plain LoRA adapters, take it off, and report what runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from peft import PeftModel
+from peft.tuners.lora import LoraConfig, LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from hf_memeff.blocks.attach import attach_blocks, detach_blocks, engine_status
+from hf_memeff.blocks.status import MemeffStatus
+from hf_memeff.tuners.checks import check_base_dtypes
+from hf_memeff.tuners.mesp import MespConfig, MespModel
+from hf_memeff.tuners.mesp.layer import use_mesp_linears, use_stock_linears
+from hf_memeff.tuners.options import option_names, shorten
+
+PLAIN_LOADING_NOTE = (
+    "a saved adapter is plain LoRA: loading its folder without config= gives plain LoRA; "
+    "pass config=MespConfig.from_pretrained(folder) to train it on with MeSP"
+)
+
+_BOOKKEEPING = frozenset(
+    {
+        "auto_mapping",
+        "base_model_name_or_path",
+        "inference_mode",
+        "peft_type",
+        "peft_version",
+        "revision",
+        "runtime_config",
+        "task_type",
+    }
+)
+"""Fields of `LoraConfig` that say nothing about the adapter itself."""
+
+
+def attach(model: nn.Module, config: MespConfig | None = None) -> None:
+    """Run the LoRA adapters that a model carries through the memory-efficient engine.
+
+    Model, adapters and files stay plain LoRA; call `detach` before unloading or merging. On a model made with
+    `MespConfig`, which is attached already, it changes the active adapter's engine options.
+
+    Args:
+        model: a `PeftModel`, or a model with adapters injected into it (by transformers' or PEFT's own functions).
+        config: the engine options. Its LoRA fields may repeat those of the live adapter, or be left at their defaults.
+
+    Raises:
+        ValueError: there is no LoRA adapter, a LoRA field contradicts the active adapter's, or a base layer has a
+            dtype that can't train.
+        OSError: the folder of the activation store can't be used.
+        RuntimeError: a block can't run structured and `strict` is set, or tiled_loss="always" without a causal LM head.
+    """
+    config = MespConfig() if config is None else config
+    config.validate()
+    base, tuner = _parts(model)
+    if not any(isinstance(module, LoraLayer) for module in base.modules()):
+        raise ValueError(
+            f"attach got a {type(model).__name__} without LoRA layers, expected a model with a LoRA adapter. "
+            "Fix: get_peft_model(model, MespConfig(...)) adds one and attaches in one step."
+        )
+    for live in _active_configs(model, base):
+        _refuse_contradiction(config, live, base)
+    check_base_dtypes(base)
+    if isinstance(tuner, MespModel):
+        for live in _active_configs(model, base):
+            for name in option_names():
+                setattr(live, name, getattr(config, name))
+        tuner.attach_engine()
+    else:
+        attach_blocks(base, config.engine_options())
+        use_mesp_linears(base)
+
+
+def detach(model: nn.Module) -> None:
+    """Undo `attach`, or the attaching that `MespConfig` did: every touched module is as PEFT made it; adapters stay.
+
+    Args:
+        model: as for `attach`. Nothing happens to a model that is not attached.
+    """
+    base, tuner = _parts(model)
+    if isinstance(tuner, MespModel):
+        tuner.detach_engine()
+    else:
+        detach_blocks(base)
+        use_stock_linears(base)
+
+
+def memeff_status(model: nn.Module) -> MemeffStatus:
+    """Report which path each block, each adapted linear layer and the loss take in the next training step, and why.
+
+    Args:
+        model: as for `attach`.
+
+    Returns:
+        The report; `print` shows it as a table.
+    """
+    base, _ = _parts(model)
+    status = engine_status(base)
+    return dataclasses.replace(status, notes=(*status.notes, PLAIN_LOADING_NOTE))
+
+
+def _parts(model: nn.Module) -> tuple[nn.Module, nn.Module | None]:
+    """The model that carries the adapters, and PEFT's tuner around it, if there is one."""
+    if isinstance(model, PeftModel):
+        return model.get_base_model(), model.base_model
+    if isinstance(model, MespModel):
+        return model.model, model
+    return model, None
+
+
+def _active_configs(model: nn.Module, base: nn.Module) -> Iterator[LoraConfig]:
+    """Configs of the active adapters, as far as the model keeps them."""
+    configs = getattr(model, "peft_config", None) or {}
+    layer = next(module for module in base.modules() if isinstance(module, LoraLayer))
+    for name in layer.active_adapters:
+        if isinstance(configs.get(name), LoraConfig):
+            yield configs[name]
+
+
+def _refuse_contradiction(given: MespConfig, live: LoraConfig, base: nn.Module) -> None:
+    """Refuse a LoRA field of `given` that is neither `LoraConfig`'s default nor the live adapter's value."""
+    default = LoraConfig()
+    for item in dataclasses.fields(LoraConfig):
+        name = item.name
+        wanted, there = _comparable(getattr(given, name)), _comparable(getattr(live, name))
+        if name in _BOOKKEEPING or wanted == _comparable(getattr(default, name)) or wanted == there:
+            continue
+        if name == "target_modules" and wanted == "all-linear" and _all_linears_adapted(base):
+            continue  # PEFT replaced the live config's own "all-linear" by the names it found
+        raise ValueError(
+            f"attach got {name}={shorten(getattr(given, name))}, expected {shorten(getattr(live, name))}, the live "
+            f"adapter's. Fix: leave {name} out; attach changes how an adapter is trained, not the adapter."
+        )
+
+
+def _comparable(value: Any) -> Any:
+    """Lists and sets of names without their order; other values as they are."""
+    named = isinstance(value, (list, set, tuple)) and all(isinstance(entry, str) for entry in value)
+    return frozenset(value) if named else value
+
+
+def _all_linears_adapted(base: nn.Module) -> bool:
+    """Whether each linear layer but the output head carries an adapter, which is what "all-linear" asks for."""
+    head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+
+    def visit(module: nn.Module) -> bool:
+        if isinstance(module, BaseTunerLayer) or module is head:
+            return True
+        linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+        return not linear and all(visit(child) for child in module.children())
+
+    return visit(base)

@@ -1,0 +1,51 @@
+"""The linear layer that MeSP uses where a layer's own forward runs: outside structured blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.tuners import lora
+from torch import Tensor, nn
+
+from hf_memeff.blocks.linear import plan_linear
+from hf_memeff.ops.lora_linear import lora_linear_apply
+
+
+class MespLinear(lora.Linear):
+    """PEFT's LoRA linear with a backward that keeps only the input as it came in.
+
+    Saved for backward: ``x`` in its own dtype, which projections that read the same ``x`` share, and the adapter's
+        weights.
+    Stock LoRA saves its copy of ``x`` in the adapter's dtype, the dropped-out copy and ``x A^T``. Base layer,
+    merging, saving and every PEFT variant are PEFT's own code.
+    """
+
+    saves_input_only = True  # read by the status report
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Map (..., Din) to (..., Dout) as `peft.tuners.lora.Linear` does; calls with other arguments go its way."""
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or args or kwargs:
+            return super().forward(x, *args, **kwargs)  # under compile, AOTAutograd chooses what is saved
+        plan = plan_linear(self)
+        if isinstance(plan, str) or not plan.terms:
+            return super().forward(x)
+        y = self.base_layer(x)
+        tensors = plan.tensors()
+        for term in plan.terms:
+            y = lora_linear_apply(x, y, next(tensors), next(tensors), term.scaling, term.dropout)
+        return y
+
+
+def use_mesp_linears(model: nn.Module) -> None:
+    """Give every plain LoRA linear of a model the class `MespLinear`; weights, state-dict keys and hooks stay."""
+    for module in model.modules():
+        if type(module) is lora.Linear:
+            module.__class__ = MespLinear
+
+
+def use_stock_linears(model: nn.Module) -> None:
+    """Undo `use_mesp_linears`."""
+    for module in model.modules():
+        if type(module) is MespLinear:
+            module.__class__ = lora.Linear

@@ -1,0 +1,229 @@
+"""An adapter's two JSON files: a plain LoRA `adapter_config.json` and, beside it, `memeff_config.json` with our
+settings.
+
+Stock PEFT, vLLM and converters read the first and never look at the second. Reading treats both as data from a
+stranger: JSON of limited size, every field checked, nothing imported, and no field used as a path.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import secrets
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import huggingface_hub
+from huggingface_hub.errors import EntryNotFoundError
+from peft.tuners.lora import LoraConfig
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
+
+from hf_memeff.compat import PACKAGE_VERSION
+from hf_memeff.tuners.options import MemeffOptions, option_names, option_problem, shorten
+from hf_memeff.tuners.rules import LORA_RULES, VERSION, Rule, is_inert_text, one_of
+
+OPTIONS_NAME = "memeff_config.json"
+
+LARGEST_FILE_BYTES = 2**20
+"""Configs of real adapters take a few kB; reading stops here."""
+
+
+@dataclass(frozen=True)
+class AdapterSource:
+    """A folder or Hub repository that holds an adapter.
+
+    Attributes:
+        name: path of a folder, or id of a repository on the Hub.
+        subfolder: folder inside it, or None.
+        hub_options: arguments for `huggingface_hub.hf_hub_download`, such as `revision`, `token`, `cache_dir`.
+    """
+
+    name: str
+    subfolder: str | None
+    hub_options: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, name: str | os.PathLike[str], subfolder: str | None, options: Mapping[str, Any]) -> AdapterSource:
+        """Keep those of `options` that downloading takes; PEFT passes others along, such as `ephemeral_gpu_offload`."""
+        known = inspect.signature(huggingface_hub.hf_hub_download).parameters
+        return cls(os.fspath(name), subfolder, {key: value for key, value in options.items() if key in known})
+
+    @property
+    def folder(self) -> str | None:
+        """The local folder, or None if the adapter lies on the Hub."""
+        path = os.path.join(self.name, self.subfolder) if self.subfolder is not None else self.name
+        return path if os.path.isdir(path) else None
+
+    def find(self, filename: str) -> str | None:
+        """Path of a file of the adapter, downloaded if it lies on the Hub; None if the adapter has no such file."""
+        if self.folder is not None:
+            path = os.path.join(self.folder, filename)
+            return path if os.path.isfile(path) else None
+        try:
+            return huggingface_hub.hf_hub_download(self.name, filename, subfolder=self.subfolder, **self.hub_options)
+        except EntryNotFoundError:
+            return None
+
+
+def refuse_pickle(source: AdapterSource) -> None:
+    """Refuse an adapter whose weights PEFT could only read by unpickling.
+
+    Raises:
+        ValueError: there is an adapter_model.bin and no adapter_model.safetensors.
+    """
+    if source.folder is not None:
+        names = os.listdir(source.folder)
+    elif huggingface_hub.constants.HF_HUB_OFFLINE:
+        return  # only what was cached can be loaded, and listing needs the network
+    else:
+        options = {key: source.hub_options[key] for key in ("revision", "token") if key in source.hub_options}
+        prefix = f"{source.subfolder}/" if source.subfolder else ""
+        files = huggingface_hub.HfApi().list_repo_files(source.name, **options)
+        names = [name.removeprefix(prefix) for name in files]
+    if WEIGHTS_NAME in names and SAFETENSORS_WEIGHTS_NAME not in names:
+        raise ValueError(
+            f"got {WEIGHTS_NAME} (a pickle, which can run code when it is read) in {source.name!r}, expected "
+            f"{SAFETENSORS_WEIGHTS_NAME}. Fix: ask its author for safetensors, or, if you trust the file, load it "
+            "with stock PEFT and save it again."
+        )
+
+
+def read_adapter(source: AdapterSource, method: str) -> dict[str, Any]:
+    """Read and check both files of an adapter.
+
+    Args:
+        source: where they are. `memeff_config.json` may be missing: any plain LoRA adapter can be trained on.
+        method: "mesp"; the method that memeff_config.json has to name.
+
+    Returns:
+        Keyword arguments for the method's config. Fields that the files lack are left out.
+
+    Raises:
+        ValueError: a file is missing, too large or not JSON; a field breaks its rule; or a field is unknown and not
+            empty.
+    """
+    path = source.find(CONFIG_NAME)
+    if path is None:
+        raise ValueError(
+            f"got no {CONFIG_NAME} in {source.name!r}, expected the folder or repository of a saved LoRA adapter. "
+            "Fix: check the name, or pass subfolder=."
+        )
+    lora = _read_json(path)
+    peft_type = lora.pop("peft_type", None)
+    _check(CONFIG_NAME, "peft_type", peft_type, one_of("LORA", method.upper()))
+    known = {item.name for item in fields(LoraConfig)}
+    values, unknown = _split(CONFIG_NAME, lora, {name: rule for name, rule in LORA_RULES.items() if name in known})
+    values.pop("auto_mapping", None)  # PEFT works it out again when it saves; a stranger's has no further use
+
+    path = source.find(OPTIONS_NAME)
+    if path is not None:
+        options, more_unknown = _split(OPTIONS_NAME, _read_json(path), _option_rules(method))
+        unknown += more_unknown
+        values.update({name: options[name] for name in option_names() if name in options})
+    if unknown:
+        warnings.warn(
+            f"{source.name!r} holds fields unknown to the installed versions of peft and hf_memeff, ignored because "
+            "they are "
+            f"empty: {', '.join(unknown)}. A newer version may have written them.",
+            stacklevel=3,
+        )
+    return values
+
+
+def write_adapter(folder: str, lora: Mapping[str, Any], options: MemeffOptions, method: str) -> None:
+    """Write both files, each at once: a reader or a crash meets the old file or the new one, never a part.
+
+    Args:
+        folder: an existing folder.
+        lora: fields of the config; those that `LoraConfig` has and saves are written, with `peft_type` "LORA".
+        options: our settings. `activation_store_dir` stays out: it is a path of this machine.
+        method: "mesp".
+    """
+    plain = {item.name: lora[item.name] for item in fields(LoraConfig) if item.name in lora}
+    plain.pop("runtime_config", None)  # holds for one process, as in PEFT
+    plain["peft_type"] = "LORA"
+    base = plain.get("base_model_name_or_path")
+    if isinstance(base, str) and not is_inert_text(base) and os.path.isdir(base):
+        plain["base_model_name_or_path"] = os.path.abspath(base)  # "../model" would point elsewhere for the next reader
+    ours = {name: getattr(options, name) for name in option_names() if name != "activation_store_dir"}
+    write_json(os.path.join(folder, OPTIONS_NAME), {"method": method, "hf_memeff_version": PACKAGE_VERSION, **ours})
+    write_json(os.path.join(folder, CONFIG_NAME), plain)
+
+
+def write_json(path: str, data: Mapping[str, Any]) -> None:
+    """Write an object as JSON with sorted keys, replacing the file in one step."""
+    text = json.dumps(data, indent=2, sort_keys=True, default=_plain)
+    draft = f"{path}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+    try:
+        with open(draft, "x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        if os.path.exists(draft):
+            os.remove(draft)
+        raise
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    raise TypeError(f"got a {type(value).__name__} in a config, expected JSON values or a set. Fix: pass a list.")
+
+
+def _read_json(path: str) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        raw = file.read(LARGEST_FILE_BYTES + 1)
+    name = os.path.basename(path)
+    if len(raw) > LARGEST_FILE_BYTES:
+        raise ValueError(
+            f"{name}: got more than {LARGEST_FILE_BYTES} bytes, expected a config of a few kB. Fix: get the file "
+            "from its author again."
+        )
+    try:
+        data = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name}: got {error}, expected JSON. Fix: get the file from its author again.") from error
+    if not isinstance(data, dict):
+        raise ValueError(
+            f"{name}: got {shorten(data)}, expected a JSON object. Fix: get the file from its author again."
+        )
+    return data
+
+
+def _option_rules(method: str) -> dict[str, Rule]:
+    """Rules for memeff_config.json. `activation_store_dir` has to be null: no path comes from a file."""
+    rules = {
+        name: Rule("as in the config's help", lambda value, name=name: option_problem(name, value) is None)  # type: ignore[misc]
+        for name in option_names()
+    }
+    rules["activation_store_dir"] = Rule("null (no path comes from a file; pass it in code)", lambda v: v is None)
+    return {"method": one_of(method), "hf_memeff_version": VERSION, **rules}
+
+
+def _split(filename: str, data: dict[str, Any], rules: Mapping[str, Rule]) -> tuple[dict[str, Any], list[str]]:
+    """Check the fields that have a rule and return them, with the names of the others, which have to be empty."""
+    unknown = sorted(set(data) - set(rules))
+    for name in unknown:
+        if data[name] not in (None, False, "", [], {}):
+            raise ValueError(
+                f"{filename}: got {shorten(name)}: {shorten(data[name])}, a field unknown to the installed versions "
+                "of peft and hf_memeff that may change the result; expected only known or empty fields. Fix: pip "
+                "install -U peft hf_memeff."
+            )
+    values = {name: value for name, value in data.items() if name in rules}
+    for name, value in values.items():
+        _check(filename, name, value, rules[name])
+    return values, [shorten(name) for name in unknown]
+
+
+def _check(filename: str, name: str, value: Any, rule: Rule) -> None:
+    if not rule.allows(value):
+        raise ValueError(
+            f"{filename}: got {name}={shorten(value)}, expected {rule.expected}. Fix: correct the file, or get it "
+            "from its author again."
+        )
