@@ -32,12 +32,12 @@ class PeakMemory:
     Attributes:
         peak_bytes: most bytes allocated at once during the call, above the start; None where nothing can measure it.
         held_bytes: bytes allocated at the end, above the start, the result included. Negative if the call freed older
-            tensors, in which case the peak is low by as much. None as above.
+            tensors. None as above.
         device: the one device measured, such as "cpu" or "cuda:0".
         meter: "cpu profiler", "cuda allocator" or "not measured".
         result: what the call returned.
-        earlier_peak_bytes: CUDA only: `torch.cuda.max_memory_allocated` before the call, which restarts that counter; for
-            readers that keep a maximum over the whole run.
+        earlier_peak_bytes: CUDA only: `torch.cuda.max_memory_allocated` before the call, which restarts that counter;
+            for readers that keep a maximum over the whole run.
     """
 
     peak_bytes: int | None
@@ -51,10 +51,11 @@ class PeakMemory:
 def measure_peak_memory(fn: Callable[[], Any], device: str | torch.device | None = None) -> PeakMemory:
     """Peak bytes that PyTorch's allocator of one device hands out while `fn()` runs, above what was allocated before.
 
-    - CPU: the profiler's allocation events. Every tensor and kernel workspace that goes through PyTorch's CPU
-      allocator, of all threads; repeats to the byte. Page-locked and memory-mapped memory is not in it (an activation
-      store's files are not), nor what other libraries allocate. `fn` runs slower under the profiler: do not time it
-      here.
+    - CPU: the profiler's allocation events: every tensor and kernel workspace that goes through PyTorch's CPU allocator
+      on behalf of the calling thread, backward and worker threads of PyTorch included, Python threads that `fn` starts
+      not. Repeats to the byte. Freeing an older tensor counts only if an earlier measurement saw it allocated, since
+      the profiler knows no other sizes. Page-locked and memory-mapped memory (the files of an activation store) is not
+      in it, nor what other libraries allocate. `fn` runs slower under the profiler: do not time it here.
     - CUDA: the caching allocator's `allocated` statistic (not `reserved`), without synchronising. The peak counters
       of that device cannot be read for a stretch without restarting them, so they are restarted
       (`torch.cuda.reset_peak_memory_stats`, which restarts reserved and all others too) unless the counter already
