@@ -1,4 +1,4 @@
-"""Activation stores: exact values, through autograd too, and memory that is freed; `test_store_folder.py` has the rest."""
+"""Activation stores: exact values, through autograd too, and memory that is freed (folders: `test_store_folder.py`)."""
 
 import copy
 import os
