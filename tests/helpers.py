@@ -1,0 +1,128 @@
+"""Tiny seeded models and small tools that the tests share. `import helpers` works in every test."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+VOCAB = 128
+
+_DECODER = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_SLIDING = {"head_dim": 16, "sliding_window": 16}
+
+FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
+    "llama": (transformers.LlamaConfig, {}),
+    "qwen2": (transformers.Qwen2Config, {}),
+    "qwen3": (transformers.Qwen3Config, {"head_dim": 16}),
+    "mistral": (transformers.MistralConfig, {"head_dim": 16, "sliding_window": 16}),
+    "gemma2": (transformers.Gemma2Config, _SLIDING),
+    "gemma3": (transformers.Gemma3TextConfig, {**_SLIDING, "layer_types": ["sliding_attention", "full_attention"]}),
+    "phi3": (transformers.Phi3Config, {"sliding_window": 16}),
+    "olmo2": (transformers.Olmo2Config, {}),
+    "granite": (transformers.GraniteConfig, {"residual_multiplier": 0.22, "attention_multiplier": 0.3}),
+    "smollm3": (transformers.SmolLM3Config, {"no_rope_layers": [1, 0]}),
+    "gpt2": (transformers.GPT2Config, {"n_inner": 112}),
+}
+"""Config class and settings of each named layout, all with hidden size 64, two layers and four heads."""
+
+
+def tiny_model(
+    family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
+) -> PreTrainedModel:
+    """A two-layer causal LM of a family with random weights that depend on `seed` alone; `overrides` change its config."""
+    config_cls, settings = FAMILIES[family]
+    config = config_cls(**{**_DECODER, **settings, **overrides})
+    state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    try:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    finally:
+        torch.set_rng_state(state)
+
+
+def fill_adapters(model: nn.Module, std: float = 0.1, seed: int = 1) -> None:
+    """Give every lora_A and lora_B random values that depend on shapes, order and `seed`: a fresh lora_B is zero, which hides errors."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+
+
+def token_batch(rows: int = 2, length: int = 19, padding: str = "none", seed: int = 5) -> dict[str, Tensor]:
+    """input_ids, attention_mask and labels. `padding` is "none", "left" or "right": row 0 then has a third of padding, labelled -100."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB, (rows, length), generator=generator)
+    mask = torch.ones_like(ids)
+    if padding == "left":
+        mask[0, : length // 3] = 0
+    elif padding == "right":
+        mask[0, -(length // 3) :] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, 1:] = labels[:, 1:].masked_fill(
+        mask[:, :-1] == 0, -100
+    )  # the row before the first token predicts nothing
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def loss_and_gradients(model: nn.Module, batch: dict[str, Tensor], seed: int = 11) -> tuple[float, dict[str, Tensor]]:
+    """Loss of one training call and the gradient of every trainable parameter, by name, as float64; gradients are cleared after."""
+    model.train()
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)
+    loss = model(**batch).loss
+    loss.backward()
+    gradients = {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return loss.item(), gradients
+
+
+def worst_relative_error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Largest |got - expected| / |expected| over single tensors (2-norms). Both must hold the same names."""
+    assert set(got) == set(expected), sorted(set(got) ^ set(expected))[:4]
+    return max(((got[n] - e).norm() / e.norm().clamp_min(1e-30)).item() for n, e in expected.items())
+
+
+def run_python(code: str, *, hide_package: bool = False, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh interpreter, offline; with `hide_package`, importing hf_memeff there fails."""
+    if hide_package:
+        code = "import sys; sys.modules['hf_memeff'] = None\n" + code
+    env = {key: value for key, value in os.environ.items() if key not in ("PYTHONWARNINGS", "PYTHONPATH")}
+    env |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=timeout_s)
+
+
+@contextmanager
+def forbid_network() -> Iterator[None]:
+    """Make every attempt to open a connection or look up a name fail the test."""
+    import socket
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the network was used")
+
+    kept = socket.socket.connect, socket.getaddrinfo
+    socket.socket.connect, socket.getaddrinfo = refuse, refuse  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        socket.socket.connect, socket.getaddrinfo = kept  # type: ignore[method-assign]

@@ -1,0 +1,71 @@
+import copy
+import json
+import pickle
+
+import pytest
+from peft import PeftType
+from peft.mapping import (
+    PEFT_TYPE_TO_CONFIG_MAPPING,
+    PEFT_TYPE_TO_MIXED_MODEL_MAPPING,
+    PEFT_TYPE_TO_PREFIX_MAPPING,
+    PEFT_TYPE_TO_TUNER_MAPPING,
+)
+
+from hf_memeff.tuners.mesp import MespConfig, MespModel
+from hf_memeff.tuners.registry import add_peft_type, register_tuner
+
+
+def test_member_behaves_like_peft_s_own():
+    member = PeftType.MESP
+    assert PeftType("MESP") is member and PeftType["MESP"] is member
+    assert member in PeftType and member in list(PeftType) and PeftType.__members__["MESP"] is member
+    assert isinstance(member, PeftType) and member == "MESP" and member.value == "MESP" and member.name == "MESP"
+    assert pickle.loads(pickle.dumps(member)) is member and copy.deepcopy(member) is member
+    assert json.dumps(member) == '"MESP"' and repr(member) == "<PeftType.MESP: 'MESP'>" and hash(member) == hash("MESP")
+
+
+def test_adding_a_member_twice_changes_nothing():
+    before = list(PeftType)
+    assert add_peft_type("MESP") is PeftType.MESP
+    assert list(PeftType) == before
+    assert add_peft_type("LORA") is PeftType.LORA and PeftType.LORA.value == "LORA"
+
+
+def test_tuner_is_registered_with_lora_s_prefix_and_not_for_mixed_models():
+    assert PEFT_TYPE_TO_CONFIG_MAPPING[PeftType.MESP] is MespConfig
+    assert PEFT_TYPE_TO_TUNER_MAPPING[PeftType.MESP] is MespModel
+    assert PEFT_TYPE_TO_PREFIX_MAPPING[PeftType.MESP] == "lora_"
+    assert PeftType.MESP not in PEFT_TYPE_TO_MIXED_MODEL_MAPPING
+
+
+@pytest.fixture
+def mappings_restored():
+    tables = (PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING)
+    kept = [dict(table) for table in tables]
+    yield
+    for table, before in zip(tables, kept, strict=True):
+        table.clear()
+        table.update(before)
+
+
+def test_registering_again_after_a_reload_takes_the_new_classes(mappings_restored):
+    class Reloaded(MespModel):
+        pass
+
+    register_tuner("mesp", MespConfig, MespModel, "lora_")
+    assert PEFT_TYPE_TO_TUNER_MAPPING[PeftType.MESP] is MespModel
+    register_tuner("mesp", MespConfig, Reloaded, "lora_")
+    assert PEFT_TYPE_TO_TUNER_MAPPING[PeftType.MESP] is Reloaded
+
+
+def test_registering_survives_a_peft_that_refuses_a_shared_prefix(mappings_restored, monkeypatch):
+    def refuse(**kwargs):
+        raise KeyError("There is already a prefix called 'lora_'")
+
+    for table in (PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING):
+        del table[PeftType.MESP]
+    monkeypatch.setattr("hf_memeff.tuners.registry.register_peft_method", refuse)
+    register_tuner("mesp", MespConfig, MespModel, "lora_")
+    assert PEFT_TYPE_TO_TUNER_MAPPING[PeftType.MESP] is MespModel
+    assert PEFT_TYPE_TO_CONFIG_MAPPING[PeftType.MESP] is MespConfig
+    assert PEFT_TYPE_TO_PREFIX_MAPPING[PeftType.MESP] == "lora_"
