@@ -49,7 +49,7 @@ FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
 def tiny_model(
     family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
 ) -> PreTrainedModel:
-    """A two-layer causal LM of a family with random weights that depend on `seed` alone; `overrides` change its config."""
+    """A two-layer causal LM of a family; its random weights depend on `seed` alone, `overrides` change its config."""
     config_cls, settings = FAMILIES[family]
     config = config_cls(**{**_DECODER, **settings, **overrides})
     state = torch.get_rng_state()
@@ -61,7 +61,7 @@ def tiny_model(
 
 
 def fill_adapters(model: nn.Module, std: float = 0.1, seed: int = 1) -> None:
-    """Give every lora_A and lora_B random values that depend on shapes, order and `seed`: a fresh lora_B is zero, which hides errors."""
+    """Give every lora_A and lora_B random values that depend on order and `seed`: a fresh, zero lora_B hides errors."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -70,7 +70,7 @@ def fill_adapters(model: nn.Module, std: float = 0.1, seed: int = 1) -> None:
 
 
 def token_batch(rows: int = 2, length: int = 19, padding: str = "none", seed: int = 5) -> dict[str, Tensor]:
-    """input_ids, attention_mask and labels. `padding` is "none", "left" or "right": row 0 then has a third of padding, labelled -100."""
+    """input_ids, attention_mask and labels; `padding` "left" or "right" pads a third of row 0, labelled -100."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, VOCAB, (rows, length), generator=generator)
     mask = torch.ones_like(ids)
@@ -86,7 +86,7 @@ def token_batch(rows: int = 2, length: int = 19, padding: str = "none", seed: in
 
 
 def loss_and_gradients(model: nn.Module, batch: dict[str, Tensor], seed: int = 11) -> tuple[float, dict[str, Tensor]]:
-    """Loss of one training call and the gradient of every trainable parameter, by name, as float64; gradients are cleared after."""
+    """Loss of one training call and each parameter's gradient by name, as float64; gradients are cleared after."""
     model.train()
     model.zero_grad(set_to_none=True)
     torch.manual_seed(seed)
