@@ -209,7 +209,7 @@ def _split(filename: str, data: dict[str, Any], rules: Mapping[str, Rule]) -> tu
     """Check the fields that have a rule and return them, with the names of the others, which have to be empty."""
     unknown = sorted(set(data) - set(rules))
     for name in unknown:
-        if data[name] not in (None, False, "", [], {}):
+        if data[name] is not None and data[name] is not False and data[name] not in ("", [], {}):
             raise ValueError(
                 f"{filename}: got {shorten(name)}: {shorten(data[name])}, a field unknown to the installed versions "
                 "of peft and hf_memeff that may change the result; expected only known or empty fields. Fix: pip "
