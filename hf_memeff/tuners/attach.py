@@ -15,6 +15,7 @@ from hf_memeff.blocks.attach import attach_blocks, detach_blocks, engine_status
 from hf_memeff.blocks.status import MemeffStatus
 from hf_memeff.tuners.checks import check_base_dtypes
 from hf_memeff.tuners.mesp import MespConfig, MespModel
+from hf_memeff.tuners.mesp.config import refuse_variants
 from hf_memeff.tuners.mesp.layer import use_mesp_linears, use_stock_linears
 from hf_memeff.tuners.options import option_names, shorten
 
@@ -49,10 +50,11 @@ def attach(model: nn.Module, config: MespConfig | None = None) -> None:
         config: the engine options. Its LoRA fields may repeat those of the live adapter, or be left at their defaults.
 
     Raises:
-        ValueError: there is no LoRA adapter, a LoRA field contradicts the active adapter's, or a base layer has a
-            dtype that can't train.
+        ValueError: there is no LoRA adapter, a LoRA field contradicts the active adapter's, the adapter is of a
+            kind that can't be trained by re-running blocks, a base layer has a dtype that can't train, or
+            tiled_loss="always" on a model without a causal LM head.
         OSError: the folder of the activation store can't be used.
-        RuntimeError: a block can't run structured and `strict` is set, or tiled_loss="always" without a causal LM head.
+        RuntimeError: a block can't run structured and `strict` is set.
     """
     config = MespConfig() if config is None else config
     config.validate()
@@ -63,6 +65,7 @@ def attach(model: nn.Module, config: MespConfig | None = None) -> None:
             "Fix: get_peft_model(model, MespConfig(...)) adds one and attaches in one step."
         )
     for live in _active_configs(model, base):
+        refuse_variants(live)
         _refuse_contradiction(config, live, base)
     check_base_dtypes(base)
     if isinstance(tuner, MespModel):

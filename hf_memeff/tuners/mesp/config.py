@@ -14,6 +14,12 @@ from hf_memeff.tuners.portable import AdapterSource, read_adapter, refuse_pickle
 
 METHOD = "mesp"
 
+REFUSED_VARIANTS = {
+    "megatron_config": "Megatron's parallel layers run their own backward",
+    "monteclora_config": "MonteCLoRA draws new samples whenever a layer runs, so a block run again gives others",
+}
+"""Fields of `LoraConfig` that can't be trained by re-running blocks, and why. All others give LoRA's gradients."""
+
 
 @dataclass
 class MespConfig(MemeffOptions, LoraConfig):
@@ -24,7 +30,7 @@ class MespConfig(MemeffOptions, LoraConfig):
     Source: "Memory-Efficient Structured Backpropagation for On-Device LLM Fine-Tuning", arXiv 2602.13069.
 
     Raises:
-        ValueError: a field is out of its range, or `megatron_config` is set.
+        ValueError: a field is out of its range, or one of `REFUSED_VARIANTS` is set.
     """
 
     def __post_init__(self) -> None:
@@ -39,11 +45,7 @@ class MespConfig(MemeffOptions, LoraConfig):
                     f"MespConfig got rank {shorten(rank)} for {name!r}, expected an integer above 0. Fix: r=8 is a "
                     "common start."
                 )
-        if self.megatron_config is not None:
-            raise ValueError(
-                "MespConfig got megatron_config, expected None: Megatron's parallel layers run their own backward. "
-                "Fix: use LoraConfig."
-            )
+        refuse_variants(self)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Write `adapter_config.json`, a plain LoRA config, and `memeff_config.json` with this package's fields.
@@ -87,3 +89,16 @@ class MespConfig(MemeffOptions, LoraConfig):
         values = read_adapter(source, METHOD)
         refuse_pickle(source)
         return cls(**values)
+
+
+def refuse_variants(config: LoraConfig) -> None:
+    """Refuse a LoRA config with one of `REFUSED_VARIANTS`.
+
+    Raises:
+        ValueError: such a field is set.
+    """
+    for name, reason in REFUSED_VARIANTS.items():
+        if getattr(config, name) is not None:
+            raise ValueError(
+                f"MeSP got {name}, expected None: {reason}. Fix: train this adapter with LoraConfig alone."
+            )

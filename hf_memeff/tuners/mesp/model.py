@@ -57,9 +57,10 @@ class MespModel(LoraModel):
 
     def attach_engine(self) -> None:
         """Attach the engine with the active adapter's options, or have it look again at options and adapters."""
-        use_mesp_linears(self.model)
         options = self._active_options()
+        self._options = None
         attach_blocks(self.model, options)
+        use_mesp_linears(self.model)
         self._options = options
 
     def detach_engine(self) -> None:
@@ -91,7 +92,8 @@ class MespModel(LoraModel):
     def _take_back(self, adapter_name: str) -> None:
         """Undo an injection after which the engine could not be attached."""
         if len(self.peft_config) > 1:
-            self.delete_adapter(adapter_name)
+            super().delete_adapter(adapter_name)
+            self.attach_engine()
         else:
             self._unload_and_optionally_merge(merge=False)
 
@@ -106,7 +108,9 @@ class MespModel(LoraModel):
                 self.attach_engine()
             raise
         if self._new_tags:
-            model.model_tags = [tag for tag in model.model_tags if tag not in self._new_tags] or None
+            model.model_tags = [tag for tag in model.model_tags if tag not in self._new_tags]
+            if not model.model_tags:
+                del model.model_tags  # the class says None
             self._new_tags = ()
         return model
 
@@ -114,7 +118,7 @@ class MespModel(LoraModel):
     def _remap_adapter_state_dict_for_load(
         cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Fit a file's keys to the model as `LoraModel` does, and name tensors without a place: PEFT drops them silently."""
+        """Fit a file's keys to the model as `LoraModel` does; name tensors without a place, which PEFT just drops."""
         fitted = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
         homeless = sorted(set(fitted) - set(model.state_dict()))
         if homeless:
