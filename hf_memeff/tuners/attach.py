@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 from peft import PeftModel
 from peft.tuners.lora import LoraConfig, LoraLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from torch import nn
 
 from hf_memeff.blocks.attach import attach_blocks, detach_blocks, engine_status
@@ -132,8 +133,8 @@ def _refuse_contradiction(given: MespConfig, live: LoraConfig, base: nn.Module) 
         wanted, there = _comparable(getattr(given, name)), _comparable(getattr(live, name))
         if name in _BOOKKEEPING or wanted == _comparable(getattr(default, name)) or wanted == there:
             continue
-        if name == "target_modules" and wanted == "all-linear" and _all_linears_adapted(base):
-            continue  # PEFT replaced the live config's own "all-linear" by the names it found
+        if name == "target_modules" and _targets_the_same(given, live, base):
+            continue  # PEFT rewrites the live config's: "all-linear" becomes the names it found, long lists get shorter
         raise ValueError(
             f"attach got {name}={shorten(getattr(given, name))}, expected {shorten(getattr(live, name))}, the live "
             f"adapter's. Fix: leave {name} out; attach changes how an adapter is trained, not the adapter."
@@ -146,14 +147,25 @@ def _comparable(value: Any) -> Any:
     return frozenset(value) if named else value
 
 
-def _all_linears_adapted(base: nn.Module) -> bool:
-    """Whether each linear layer but the output head carries an adapter, which is what "all-linear" asks for."""
+def _targets_the_same(given: MespConfig, live: LoraConfig, base: nn.Module) -> bool:
+    """Whether the target modules of `given`, with the live config's other fields, are the ones that carry adapters."""
+    probe = copy.copy(live)
+    probe.target_modules = given.target_modules
     head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    for name, module in _parts_without_adapters(base):
+        linear = isinstance(module, (nn.Linear, LoraLayer)) or type(module).__name__ == "Conv1D"
+        if given.target_modules == "all-linear":
+            wanted = linear and module is not head
+        else:
+            wanted = bool(check_target_module_exists(probe, name))
+        if wanted != isinstance(module, LoraLayer):
+            return False
+    return True
 
-    def visit(module: nn.Module) -> bool:
-        if isinstance(module, BaseTunerLayer) or module is head:
-            return True
-        linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-        return not linear and all(visit(child) for child in module.children())
 
-    return visit(base)
+def _parts_without_adapters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Names and modules as in the base model: an adapted layer stands for the layer it wraps."""
+    for name, child in module.named_children():
+        yield prefix + name, child
+        if not isinstance(child, BaseTunerLayer):
+            yield from _parts_without_adapters(child, f"{prefix}{name}.")

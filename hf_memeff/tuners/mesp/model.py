@@ -31,15 +31,13 @@ class MespModel(LoraModel):
     _new_tags: tuple[str, ...] = ()
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """Add an adapter as `LoraModel` does, then attach the engine. PEFT calls it for the first adapter and each
-        further one.
+        """Add an adapter, the first one or a further one, as `LoraModel` does, then attach the engine.
 
         Raises:
-            ValueError: the name collides with a part of a key, a base layer has a dtype that can't train, or no
-                target module matches.
+            ValueError: the name collides with a part of a key, a base layer has a dtype that can't train, no target
+                module matches, or tiled_loss="always" on a model without a causal LM head.
             OSError: the folder of the activation store can't be used.
-            RuntimeError: a block can't run structured and `strict` is set, or tiled_loss="always" without a causal LM
-                head.
+            RuntimeError: a block can't run structured and `strict` is set.
         """
         config = self.peft_config[adapter_name]
         check_adapter_name(adapter_name, model)
