@@ -297,6 +297,9 @@ def test_a_second_adapter_with_other_options_brings_them_when_it_is_active():
 
 # refusing before the model is changed
 
+COLLIDING = ("", "a.b", "a/b", "lora_", "lora_A", "base_layer", "__base__", "modules_to_save")
+COLLIDING += ("model", "layers", "0", "q_proj", "weight", "keys", "training")
+
 
 @pytest.mark.parametrize(
     "name",
