@@ -301,13 +301,7 @@ COLLIDING = ("", "a.b", "a/b", "lora_", "lora_A", "base_layer", "__base__", "mod
 COLLIDING += ("model", "layers", "0", "q_proj", "weight", "keys", "training")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "",
-        *"lora_A lora_ base_layer __base__ a.b a/b model layers 0 q_proj weight keys training modules_to_save".split(),
-    ],
-)
+@pytest.mark.parametrize("name", COLLIDING)
 def test_adapter_names_that_collide_with_key_parts_are_refused(name):
     base = tiny_model()
     config = MespConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
