@@ -9,12 +9,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hf_memeff.compat import installed_version
+
 VOCAB = 128
+
+needs_peft_021 = pytest.mark.skipif((installed_version("peft") or ()) < (0, 21), reason="peft 0.20 has no hook for it")
 
 _DECODER = {
     "vocab_size": VOCAB,

@@ -114,7 +114,7 @@ def test_c75_each_hostile_value_of_each_field_is_refused(clean, tmp_path, filena
         ("base_model_name_or_path", "..\\..\\x"),
         ("base_model_name_or_path", "//host/share"),
         ("base_model_name_or_path", "a\nb"),
-        ("revision", ""),
+        ("revision", "main\0"),
     ],
 )
 def test_c75_values_of_the_right_kind_are_checked_inside(clean, tmp_path, field, value):
@@ -139,6 +139,7 @@ def test_c75_values_of_the_right_kind_are_checked_inside(clean, tmp_path, field,
         ("layers_to_transform", [0, 1]),
         ("base_model_name_or_path", "/home/user/model"),
         ("base_model_name_or_path", "HuggingFaceTB/SmolLM2-135M"),
+        ("base_model_name_or_path", ""),
         ("peft_version", "0.22.0.dev0@0a1b2c"),
     ],
 )

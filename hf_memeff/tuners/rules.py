@@ -133,7 +133,10 @@ def one_of(*choices: str) -> Rule:
 
 
 _BOOL = Rule("true or false", lambda value: isinstance(value, bool))
-_TEXT = _nullable(f"printable text of at most {TEXT_CHARACTERS} characters, no URL and no '..'", is_inert_text)
+_TEXT = _nullable(
+    f"printable text of at most {TEXT_CHARACTERS} characters, no URL and no '..'",
+    lambda value: value == "" or is_inert_text(value),  # peft 0.20 writes "" for a base model without a name
+)
 _NAMES = _nullable("a list of module names", lambda value: _is_list(value, is_inert_text))
 _MODULES = _nullable(
     "a regular expression or a list of module names", lambda v: _is_regex(v) or _is_list(v, is_inert_text)

@@ -12,7 +12,15 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraConfig as StockConfig
 from peft.utils import PeftType
 
-from helpers import fill_adapters, loss_and_gradients, run_python, tiny_model, token_batch, worst_relative_error
+from helpers import (
+    fill_adapters,
+    loss_and_gradients,
+    needs_peft_021,
+    run_python,
+    tiny_model,
+    token_batch,
+    worst_relative_error,
+)
 from hf_memeff import MespConfig, memeff_status
 from hf_memeff.tuners.portable import OPTIONS_NAME, write_json
 
@@ -216,6 +224,7 @@ def test_the_card_says_what_the_adapter_is(saved):
     assert all(tag in card for tag in ("hf_memeff", "mesp", "lora"))
 
 
+@needs_peft_021
 def test_tensors_without_a_place_are_named_instead_of_dropped_silently(saved):
     config = MespConfig.from_pretrained(saved / "adapter")
     config.target_modules = {"q_proj"}
@@ -252,12 +261,12 @@ def test_c11_an_unknown_field_with_a_value_may_change_the_maths_and_is_refused(s
 
 
 def test_c11_missing_fields_get_their_defaults(saved):
-    for filename, names in (("adapter_config.json", ["use_rslora", "kasa_config"]), (OPTIONS_NAME, ["tiled_loss"])):
+    for filename, names in (("adapter_config.json", ["use_rslora", "eva_config"]), (OPTIONS_NAME, ["tiled_loss"])):
         path = saved / "adapter" / filename
         data = {k: v for k, v in json.loads(path.read_text()).items() if k not in names}
         path.write_text(json.dumps(data))
     config = MespConfig.from_pretrained(saved / "adapter")
-    assert config.use_rslora is False and config.kasa_config is None and config.tiled_loss == "auto"
+    assert config.use_rslora is False and config.eva_config is None and config.tiled_loss == "auto"
     assert config.mlp_tile_tokens == 8
 
 

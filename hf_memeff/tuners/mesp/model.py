@@ -53,6 +53,10 @@ class MespModel(LoraModel):
             self._new_tags = tuple(tag for tag in TAGS if tag not in (model.model_tags or ()))
             model.add_model_tags(list(self._new_tags))
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, hooks included: peft 0.20 calls its forward alone. Delete when `MINIMUM_PEFT` is 0.21."""
+        return self.model(*args, **kwargs)
+
     def attach_engine(self) -> None:
         """Attach the engine with the active adapter's options, or have it look again at options and adapters."""
         options = self._active_options()

@@ -11,7 +11,15 @@ from peft.tuners import lora
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from helpers import VOCAB, fill_adapters, loss_and_gradients, tiny_model, token_batch, worst_relative_error
+from helpers import (
+    VOCAB,
+    fill_adapters,
+    loss_and_gradients,
+    needs_peft_021,
+    tiny_model,
+    token_batch,
+    worst_relative_error,
+)
 from hf_memeff import MespConfig, memeff_status
 from hf_memeff.blocks.attach import is_attached
 from hf_memeff.tuners.mesp import MespLinear, MespModel
@@ -203,6 +211,7 @@ def test_c28_scaling_and_gradients_follow_the_patterns(use_rslora):
     assert torch.equal(logits(merged[0]), logits(merged[1]))
 
 
+@needs_peft_021
 @pytest.mark.parametrize("pattern", ["rank_pattern", "alpha_pattern"])
 def test_c28_a_pattern_that_matches_nothing_warns(pattern):
     with pytest.warns(RuntimeWarning, match=rf"{pattern} keys did not match any targeted module.*typo_proj"):
@@ -405,6 +414,7 @@ def test_injecting_into_a_model_attaches_too():
     assert abs(loss - stock_loss) <= 1e-5 and worst_relative_error(gradients, expected) <= 1e-5
 
 
+@needs_peft_021
 def test_a_pissa_adapter_converts_to_lora(tmp_path):
     """PEFT's path_initial_model_for_weight_conversion: the result fits the unchanged base model."""
     model = get_peft_model(
