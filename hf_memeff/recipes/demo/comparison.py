@@ -1,0 +1,87 @@
+"""The demo's table: the three methods on one and the same step of the demo's model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from hf_memeff.benchmarks.comparison import METHODS, MethodFigures, compare, fill_adapters, with_shared_weights, wrap
+from hf_memeff.recipes.demo.stock_peft import TokenRow
+from hf_memeff.recipes.demo.training import LORA_FIELDS
+
+_LENGTHS = (512, 256, 128)
+_SLOWEST_METHOD = 1.4
+"""Seconds per token of gradient checkpointing with whole logits, relative to a training step of the demo."""
+
+
+@dataclass(frozen=True)
+class ComparisonPlan:
+    """How much to measure.
+
+    Attributes:
+        tokens: length of the one sequence.
+        rounds: timed rounds.
+        seconds: estimate for all of it.
+    """
+
+    tokens: int
+    rounds: int
+    seconds: float
+
+
+def plan_comparison(token_seconds: float, steps: int, available_seconds: float) -> ComparisonPlan:
+    """Choose length and rounds: more rounds the longer the training, and what fits into the time.
+
+    Args:
+        token_seconds: seconds per token of a training step.
+        steps: optimizer steps that the training is to have; the comparison of a short one is short too.
+        available_seconds: not to be exceeded, if the shortest comparison allows.
+
+    Returns:
+        The plan.
+    """
+    most_rounds = max(1, min(5, steps // 10))
+    for tokens in _LENGTHS:
+        for rounds in range(most_rounds, 0, -1):
+            # Each model runs once more, for its gradients and its peak.
+            seconds = _SLOWEST_METHOD * token_seconds * tokens * len(METHODS) * (rounds + 1)
+            if seconds <= available_seconds:
+                return ComparisonPlan(tokens, rounds, seconds)
+    return ComparisonPlan(tokens, rounds, seconds)
+
+
+def compare_methods(
+    base: nn.Module, rows: Sequence[TokenRow], plan: ComparisonPlan, device: str, deadline: float
+) -> list[MethodFigures]:
+    """Measure LoRA, LoRA with gradient checkpointing and MeSP on the same weights, adapter values and tokens.
+
+    Args:
+        base: the base model, without adapter; it stays so.
+        rows: text for the sequence; every token is a label.
+        plan: what to measure.
+        device: where ``base`` is.
+        deadline: value of `time.monotonic` after which no further round starts.
+
+    Returns:
+        One entry per method.
+    """
+    models: dict[str, Any] = {name: wrap(with_shared_weights(base), name, **LORA_FIELDS) for name in METHODS}
+    fill_adapters(list(models.values()))
+    stream = cycle(token for row in rows for token in row.prompt + row.answer)
+    ids = torch.tensor([[next(stream) for _ in range(plan.tokens)]], device=device)
+    with tqdm(total=len(models) * (plan.rounds + 1), unit="step") as bar:
+        return compare(
+            models,
+            lambda model: model(input_ids=ids, labels=ids, use_cache=False).loss.backward(),
+            reference="lora",
+            rounds=plan.rounds,
+            device=device,
+            deadline=deadline,
+            after_step=bar.update,
+        )
