@@ -123,7 +123,7 @@ class BlockForward:
             packed,
             self.store,
             self.count - self.index,
-            self.tile_tokens or max(128, hidden.shape[:-1].numel() // 6),
+            self.tile_tokens or max(256, hidden.shape[:-1].numel() // 4),
             rows,
         )
         return StructuredBlock.apply(hidden, call, len(adapters), *adapters, *tensors)

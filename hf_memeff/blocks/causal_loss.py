@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from hf_memeff.blocks.block import SELF, Holder
 from hf_memeff.blocks.options import EngineOptions
@@ -25,6 +26,9 @@ from hf_memeff.ops.dropout import replayed_rng, save_rng
 from hf_memeff.ops.linear_cross_entropy import linear_cross_entropy
 
 logger = logging.getLogger("hf_memeff")
+
+_TILE_INPUTS = 4  # an automatic tile of the loss takes as many bytes as this many block inputs
+_SMALLEST_TILE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,12 @@ def _causal_lm_loss(
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     shift_labels = shift_labels.to(hidden.device)
     weight: Tensor = head.weight  # type: ignore[assignment]
+    if num_items_in_batch is None:
+        count: Tensor | int = (shift_labels != ignore_index).sum()
+    else:
+        count = num_items_in_batch.to(hidden.device) if isinstance(num_items_in_batch, Tensor) else num_items_in_batch
+    if hidden.dtype == torch.float64:
+        return _float64_loss(hidden, head, shift_labels, forward.rule, ignore_index, count)
     total = linear_cross_entropy(
         hidden,
         weight,
@@ -161,28 +171,34 @@ def _causal_lm_loss(
         ignore_index=ignore_index,
         softcap=forward.rule.softcap,
         scale=forward.rule.scale,
-        tile_rows=tile_rows(forward.tile_bytes, hidden, weight.shape[0], forward.rule.softcap is not None),
+        tile_bytes=forward.tile_bytes or max(_SMALLEST_TILE_BYTES, _TILE_INPUTS * hidden.numel() * hidden.element_size()),
     )
-    if num_items_in_batch is None:
-        return total / (shift_labels != ignore_index).sum()
-    if isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(total.device)
-    return total / num_items_in_batch
+    return total / count
 
 
-def tile_rows(tile_bytes: int | None, hidden: Tensor, vocabulary: int, softcap: bool) -> int:
-    """Rows of one tile of the loss.
+def _float64_loss(
+    hidden: Tensor, head: nn.Module, labels: Tensor, rule: HeadRule, ignore_index: int, count: Tensor | int
+) -> Tensor:
+    """The loss of float64 hidden states, in checkpointed tiles of 64 rows.
 
-    Args:
-        tile_bytes: bytes a tile may take, or ``None``: the larger of 64 rows and 5 block inputs.
-        hidden: (..., D), the last hidden states.
-        vocabulary: V.
-        softcap: whether a tile is held twice.
+    transformers rounds float64 logits to float32 before its loss. Doing the same operations in the same order keeps a float64 comparison with stock LoRA, whose
+    point is exactness, free of rounding noise; speed does not matter there.
     """
-    row_bytes = 4 * vocabulary * (2 if softcap else 1)
-    if tile_bytes is None:
-        tile_bytes = max(64 * row_bytes, 5 * hidden.numel() * hidden.element_size())
-    return max(1, tile_bytes // row_bytes)
+
+    def tile_loss(h: Tensor, tile_labels: Tensor) -> Tensor:
+        logits = nn.functional.linear(h, head.weight, head.bias)  # type: ignore[arg-type]
+        if rule.scale != 1.0:
+            logits = logits * rule.scale
+        if rule.softcap is not None:
+            logits = torch.tanh(logits / rule.softcap) * rule.softcap
+        return nn.functional.cross_entropy(logits.float(), tile_labels, ignore_index=ignore_index, reduction="sum") / count
+
+    flat, flat_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    parts = [
+        checkpoint(tile_loss, h, tile_labels, use_reentrant=False)
+        for h, tile_labels in zip(flat.split(64), flat_labels.split(64), strict=True)
+    ]
+    return torch.stack(parts).sum()
 
 
 def untileable(model: nn.Module, forward: LossForward) -> str:

@@ -6,7 +6,7 @@ sinks, the kernel) is always the layer's own code. A layout is a claim: the self
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -146,15 +146,16 @@ def part(layer: nn.Module, name: str) -> nn.Module:
 
 @dataclass(frozen=True)
 class NormConvention:
-    """What a norm module computes: ``kind``, ``offset`` and ``round_first`` as in ``NormOp``, ``eps`` is read from the module."""
+    """What a norm module computes: fields as in ``NormOp``; weights and ``eps`` are read from the module."""
 
     kind: str
     offset: float = 0.0
     round_first: bool = True
+    float32_statistics: bool = False
 
 
 def norm_convention(norm: nn.Module) -> NormConvention | None:
-    """Find a norm's convention by what it computes, on 3 random rows in float32 and bfloat16.
+    """Find a norm's convention by what it computes, on 3 random rows in bfloat16, float32 and float64.
 
     The weights are replaced for the probe alone, so that a weight of ones cannot hide the difference between ``w`` and ``1 + w``. ``None`` for anything that
     is neither LayerNorm nor one of the three RMSNorms.
@@ -165,8 +166,12 @@ def norm_convention(norm: nn.Module) -> NormConvention | None:
     if norm_eps(norm) is None or weight is None or weight.dim() != 1 or len(list(norm.parameters())) != 1:
         return None
     generator = torch.Generator().manual_seed(0)
-    candidates = [NormConvention("rms", offset, first) for offset, first in ((0.0, True), (0.0, False), (1.0, False))]
-    for dtype in (torch.float32, torch.bfloat16):
+    candidates = [
+        NormConvention("rms", offset, first, narrow)
+        for offset, first in ((0.0, True), (0.0, False), (1.0, False))
+        for narrow in (True, False)
+    ]
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
         probe = torch.rand(weight.shape, generator=generator).to(dtype)
         x = torch.randn(3, *weight.shape, generator=generator).to(dtype)
         with torch.no_grad():
@@ -176,13 +181,13 @@ def norm_convention(norm: nn.Module) -> NormConvention | None:
 
 
 def _agrees(got: Tensor, expected: Tensor) -> bool:
-    tolerance = 1e-5 if got.dtype == torch.float32 else 2.0**-8
     if expected.dtype != got.dtype:
         return False
-    if got.dtype == torch.float32:
-        return torch.allclose(got, expected, rtol=tolerance, atol=tolerance)
-    # one rounding more or less shows as a last bit in many elements; the right convention has it in almost none
-    return bool((got != expected).float().mean() < 0.02)
+    if got.dtype == torch.bfloat16:
+        # one rounding more or less shows as a last bit in many elements; the right convention has it in almost none
+        return bool((got != expected).float().mean() < 0.02)
+    tolerance = 1e-5 if got.dtype == torch.float32 else 1e-13
+    return torch.allclose(got, expected, rtol=tolerance, atol=tolerance)
 
 
 def norm_eps(norm: nn.Module) -> float | None:
@@ -197,7 +202,7 @@ def norm_eps(norm: nn.Module) -> float | None:
 def _norm_op(norm: nn.Module, weight: Tensor | None, bias: Tensor | None, convention: NormConvention) -> NormOp:
     eps = norm_eps(norm)
     assert eps is not None
-    return NormOp(convention.kind, weight, bias, eps, convention.offset, convention.round_first)
+    return NormOp(weight=weight, bias=bias, eps=eps, **asdict(convention))
 
 
 def norm_op(norm: nn.Module, convention: NormConvention) -> NormOp:

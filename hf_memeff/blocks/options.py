@@ -13,8 +13,8 @@ class EngineOptions:
         activation_store: where block inputs wait for backward: ``memory``, ``cpu`` (pinned, for a GPU) or ``disk``.
         activation_store_dir: folder of the disk store; ``None`` is the user's cache folder.
         tiled_loss: ``auto`` (training steps), ``always`` or ``never``.
-        loss_tile_bytes: bytes of float32 logits in one tile of the loss; ``None`` is the larger of 64 rows and 5 block inputs.
-        mlp_tile_tokens: rows of one tile of a block; ``None`` is a sixth of the step's rows, at least 128.
+        loss_tile_bytes: bytes of float32 logits in one tile of the loss; ``None`` is 4 block inputs.
+        mlp_tile_tokens: rows of one tile of a block; ``None`` is a quarter of the step's rows, at least 256.
         strict: whether a block that cannot run structured is an error.
     """
 

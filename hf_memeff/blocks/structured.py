@@ -82,6 +82,22 @@ class _GraphStart(torch.autograd.Function):
         return None, None
 
 
+class _GraphEnd(torch.autograd.Function):
+    """Starts the attention's backward from a gradient that nobody else holds.
+
+    ``torch.autograd.grad`` keeps its ``grad_outputs`` alive until it returns; a gradient handed over in ``cell`` is freed as soon as the attention kernel has read it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, attended: Tensor, cell: list[Tensor]) -> Tensor:
+        ctx.cell = cell
+        return attended.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.cell.pop(), None
+
+
 def _attend(call: BlockCall, projected: Sequence[Tensor], hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
     """Run the layer's own attention on given projections and return what its output projection would read, (B, S, H * head size).
 
@@ -166,10 +182,12 @@ class _Pass:
         x = h if self.input_norm is None else self.input_norm.forward(h)
         return [op.forward(x, rows) for op in self.projections]
 
-    def _after_attention(self, h: Tensor, attended: Tensor, rows: slice | Tensor) -> tuple[Tensor, Tensor]:
+    def _after_attention(self, h: Tensor, attended: Tensor, rows: slice | Tensor) -> tuple[Tensor | None, Tensor]:
+        """The attention's projected output where a post-norm needs it in backward, and the residual stream behind it."""
         o = self.output.forward(attended, rows)
-        normed = o if self.attention_out_norm is None else self.attention_out_norm.forward(o)
-        return o, h + self._branch(normed, self.attention_mask, rows)
+        if self.attention_out_norm is None:
+            return None, h + self._branch(o, self.attention_mask, rows)
+        return o, h + self._branch(self.attention_out_norm.forward(o), self.attention_mask, rows)
 
     def tail(self, h: Tensor, attended: Tensor, rows: slice | Tensor) -> Tensor:
         """Output projection and MLP of rows: ``h`` (T, D), ``attended`` (T, H * head size) -> block output (T, D)."""
@@ -190,7 +208,7 @@ class _Pass:
         assert dx is not None
         dh = g + (dx if self.mlp_norm is None else self.mlp_norm.backward(dx, h1)).to(g.dtype)
         do = self._branch(dh, self.attention_mask, rows)
-        if self.attention_out_norm is not None:
+        if self.attention_out_norm is not None and o is not None:
             do = self.attention_out_norm.backward(do, o)
         d_attended = self.output.backward(do, attended, rows)
         assert d_attended is not None
@@ -229,7 +247,7 @@ def _row_tiles(count: int, rows: Tensor | None, size: int) -> Iterator[slice | T
 def _project(pass_: _Pass, flat: Tensor, shape: torch.Size) -> list[Tensor]:
     """Head of all rows in tiles, each projection gathered in one tensor (B, S, width)."""
     whole: list[Tensor] = []
-    for rows in _row_tiles(len(flat), None, pass_.call.tile):
+    for rows in _row_tiles(len(flat), None, 2 * pass_.call.tile):
         outputs = pass_.head(flat[rows], rows)
         if not whole:
             whole = [torch.empty(len(flat), o.shape[-1], dtype=o.dtype, device=o.device) for o in outputs]
@@ -260,7 +278,8 @@ class StructuredBlock(torch.autograd.Function):
         attended = attended.reshape(len(flat), -1)
         pass_.prepare_tail()
         output: Tensor | None = None
-        for rows in _row_tiles(len(flat), None, call.tile):
+        # a forward pass holds less than a backward pass at its peak, so its tiles may be twice as tall
+        for rows in _row_tiles(len(flat), None, 2 * call.tile):
             y = pass_.tail(flat[rows], attended[rows], rows)
             if output is None:
                 output = torch.empty(len(flat), y.shape[-1], dtype=y.dtype, device=y.device)
@@ -293,19 +312,18 @@ def _backward(pass_: _Pass, g: Tensor, hidden: Tensor, kwargs: dict[str, Any], *
     if len(flat) == 0:
         pass_.prepare_tail()
         return torch.zeros_like(hidden) if need_input else None
-    attended, edges = _attend_with_graph(call, _project(pass_, flat, hidden.shape), hidden, kwargs)
+    values, end, cell, edges = _attend_with_graph(call, _project(pass_, flat, hidden.shape), hidden, kwargs)
     pass_.prepare_tail()
-    kept = call.rows
-    values = attended.detach().reshape(len(flat), -1)
+    kept, shape = call.rows, values.shape
+    values = values.reshape(len(flat), -1)
     dh = torch.empty_like(g_flat) if kept is None else g_flat.clone()
     d_attended = torch.empty_like(values) if kept is None else torch.zeros_like(values)
     for rows in _row_tiles(len(flat), kept, call.tile):
         dh[rows], d_attended[rows] = pass_.tail_backward(g_flat[rows], flat[rows], values[rows], rows)
-    del values
-    gradients = [
-        d.reshape(len(flat), -1) for d in torch.autograd.grad(attended, edges, d_attended.view(attended.shape))
-    ]
-    del attended, d_attended
+    cell.append(d_attended.view(shape))
+    del values, d_attended
+    gradients = [d.reshape(len(flat), -1) for d in torch.autograd.grad(end, edges)]
+    del end
     for rows in _row_tiles(len(flat), kept, call.tile):
         part_ = pass_.head_backward([d[rows] for d in gradients], flat[rows], rows, need_input=need_input)
         if part_ is not None:
@@ -315,12 +333,19 @@ def _backward(pass_: _Pass, g: Tensor, hidden: Tensor, kwargs: dict[str, Any], *
 
 def _attend_with_graph(
     call: BlockCall, projected: list[Tensor], hidden: Tensor, kwargs: dict[str, Any]
-) -> tuple[Tensor, list[Any]]:
-    """The attention with a graph of its own, and the places in it where the gradients of its projections arrive."""
+) -> tuple[Tensor, Tensor, list[Tensor], list[Any]]:
+    """The attention with a graph of its own.
+
+    Returns:
+        What the output projection reads, (B, S, H * head size), without graph; the graph's end; the cell that takes the gradient of the first; the places in the graph where
+        the gradients of the projections arrive.
+    """
+    cell: list[Tensor] = []
     with torch.enable_grad():
         anchor = torch.zeros((), device=hidden.device, requires_grad=True)
         started = [_GraphStart.apply(anchor, p) for p in projected]
         projected.clear()
         edges = [get_gradient_edge(s) for s in started]
         attended = _attend(call, started, hidden.detach(), kwargs)
-    return attended, edges
+        end = _GraphEnd.apply(attended, cell)
+    return attended.detach(), end, cell, edges

@@ -1,11 +1,13 @@
-"""Cross-entropy of a linear head without the logits: ``sum_i -log softmax(post(W h_i + b))[label_i]`` over tiles of rows.
+"""Cross-entropy of a linear head without the logits: ``sum_i -log softmax(post(W h_i + b))[label_i]`` over tiles of the vocabulary.
 
-The gradient for the hidden states is formed in the forward pass, tile by tile, so that no logits outlive their tile (the idea is common to Liger-Kernel
-and TRL; the arithmetic here keeps the gradient in float32, unscaled by the incoming gradient, so that a float16 GradScaler works).
+The gradient for the hidden states is formed in the forward pass, in one sweep over the vocabulary with a running maximum, as FlashAttention (arXiv 2205.14135,
+algorithm 1) does with keys that are their own values: a tile of logits is turned into weights ``exp(z - max)``, multiplied with its part of ``W`` at once, and forgotten. Tiles of
+classes keep all rows in one matrix product; tiles of 64 rows, the usual way, read the whole head once per tile, which took 3.5 times as long on a CPU (V = 49,152).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,29 +17,80 @@ from torch.autograd.function import once_differentiable
 
 from hf_memeff.ops.precision import accumulation_dtype, autocast_dtype
 
+_FEWEST_CLASSES = 512  # narrower tiles than this cost time and save nothing worth having: rows are split first
 
-def _tile_loss_(z: Tensor, labels: Tensor, softcap: float | None, scale: float, *, need_grad: bool) -> Tensor:
-    """Loss per row of one tile of raw logits ``z`` (T, V); with ``need_grad``, ``z`` is overwritten by its gradient."""
-    capped = None
-    if scale != 1.0:
-        z.mul_(scale)
-    if softcap is not None:
-        z.div_(softcap).tanh_()
-        capped = z.clone() if need_grad else None
-        z.mul_(softcap)
-    target = z.gather(1, labels[:, None])
-    top = z.amax(dim=1, keepdim=True)
-    z.sub_(top).exp_()
-    total = z.sum(dim=1, keepdim=True)
-    loss = total.log().add_(top).sub_(target).squeeze(1)
-    if need_grad:
-        z.div_(total)
-        z.scatter_add_(1, labels[:, None], torch.full_like(target, -1.0))
-        if capped is not None:  # d softcap*tanh(u/softcap) / du = 1 - tanh^2
-            z.mul_(capped.square_().neg_().add_(1.0))
-        if scale != 1.0:
-            z.mul_(scale)
-    return loss
+
+class _Sweep:
+    """Running softmax statistics of some rows while their logits pass by, tile by tile.
+
+    Attributes:
+        top: (R, 1), largest logit so far.
+        others: (R, 1), sum of ``exp(z - top)`` over all classes but the label's. Kept apart from the label's own term, because the gradient needs ``1 - p_label`` to
+            full precision when ``p_label`` is almost 1.
+        label_logit: (R, 1).
+        label_slope: (R, 1), derivative of the label's logit by its raw logit (softcap and scale).
+        weighted: (R, D) sum of ``exp(z - top) dz/draw W`` over all classes but the label's, or ``None`` where no gradient is wanted.
+    """
+
+    def __init__(
+        self, labels: Tensor, weighted: Tensor | None, softcap: float | None, scale: float, dtype: torch.dtype
+    ) -> None:
+        wide = {"dtype": dtype, "device": labels.device}
+        self.labels, self.weighted, self.softcap, self.scale = labels[:, None], weighted, softcap, scale
+        self.top = torch.full(self.labels.shape, -torch.inf, **wide)
+        self.others = torch.zeros(self.labels.shape, **wide)
+        self.label_logit = torch.zeros(self.labels.shape, **wide)
+        self.label_slope = torch.full(self.labels.shape, scale, **wide)
+
+    def see(self, z: Tensor, head: Tensor, first: int) -> None:
+        """Take in the raw logits ``z`` (R, C) of classes ``first`` to ``first + C``, whose weights are ``head`` (C, D); ``z`` is overwritten."""
+        slope = None
+        if self.scale != 1.0:
+            z.mul_(self.scale)
+        if self.softcap is not None:
+            z.div_(self.softcap).tanh_()
+            # d softcap tanh(u / softcap) / du = 1 - tanh^2
+            slope = z.square().neg_().add_(1.0) if self.weighted is not None else None
+            z.mul_(self.softcap)
+        here = (self.labels >= first) & (self.labels < first + z.shape[1])
+        place = (self.labels - first).clamp_(0, z.shape[1] - 1)
+        self.label_logit = torch.where(here, z.gather(1, place), self.label_logit)
+        top = torch.maximum(self.top, z.amax(dim=1, keepdim=True))
+        decay = (self.top - top).exp_()
+        self.top = top
+        weights = z.sub_(top).exp_()
+        weights.scatter_(1, place, weights.gather(1, place).masked_fill_(here, 0.0))
+        self.others.mul_(decay).add_(weights.sum(dim=1, keepdim=True))
+        if self.weighted is None:
+            return
+        if slope is not None:
+            self.label_slope = torch.where(here, slope.gather(1, place) * self.scale, self.label_slope)
+            weights.mul_(slope)
+        self.weighted.mul_(decay)
+        if self.weighted.dtype == head.dtype:
+            self.weighted.addmm_(weights, head, alpha=self.scale)
+        else:
+            self.weighted.add_(weights.to(head.dtype) @ head, alpha=self.scale)
+
+    def finish(self, head: Tensor) -> Tensor:
+        """Loss per row (R,); ``weighted`` becomes the gradient. ``head`` is the whole weight (V, D)."""
+        label_term = (self.label_logit - self.top).exp_()
+        total = self.others + label_term
+        if self.weighted is not None:
+            self.weighted.div_(total)
+            push = self.others.div(total).mul_(self.label_slope).neg_()
+            for rows in range(0, len(push), 128):  # head[labels] whole would be as large as the gradient itself
+                part = slice(rows, rows + 128)
+                self.weighted[part].addcmul_(head[self.labels[part, 0]].to(self.weighted.dtype), push[part])
+        return total.log_().add_(self.top).sub_(self.label_logit).squeeze(1)
+
+
+def _blocks(rows: int, classes: int, tile_bytes: int) -> Iterator[tuple[slice, int]]:
+    """Cut the rows where needed, and say how many classes a tile of them holds, so that a tile stays within ``tile_bytes``."""
+    per_tile = max(1, tile_bytes // 4)
+    height = max(1, min(rows, per_tile // min(classes, _FEWEST_CLASSES)))
+    for start in range(0, rows, height):
+        yield slice(start, min(start + height, rows)), min(classes, max(1, per_tile // height))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -51,26 +104,32 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ignore_index: int,
         softcap: float | None,
         scale: float,
-        tile_rows: int,
+        tile_bytes: int,
     ) -> Tensor:
         flat, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
         wide = accumulation_dtype(flat.dtype)
-        need_grad = ctx.needs_input_grad[0]
         dtype = autocast_dtype(hidden.device.type) or weight.dtype
-        d_hidden = torch.zeros_like(flat, dtype=wide) if need_grad else None
-        loss = torch.zeros((), dtype=wide, device=hidden.device)
         counted = (targets != ignore_index).nonzero().squeeze(1)  # masked prompts cost nothing
+        everything = len(counted) == len(targets)
+        rows = flat if everything else flat[counted]
+        chosen = targets if everything else targets[counted]
+        need_grad = ctx.needs_input_grad[0]
+        gradient = torch.zeros(rows.shape, dtype=wide, device=rows.device) if need_grad else None
+        loss = torch.zeros((), dtype=wide, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
-            head, shift = weight.to(dtype), bias.to(dtype) if bias is not None else None
-            for rows in counted.split(tile_rows):
-                z = F.linear(flat[rows].to(dtype), head, shift).to(wide)
-                loss += _tile_loss_(z, targets[rows], softcap, scale, need_grad=need_grad).sum()
-                if d_hidden is not None:
-                    d_hidden[rows] = (z.to(dtype) @ head).to(wide)
-                del z
+            for part, width in _blocks(len(rows), len(weight), tile_bytes):
+                sweep = _Sweep(chosen[part], gradient[part] if gradient is not None else None, softcap, scale, wide)
+                x = rows[part].to(dtype)
+                for first in range(0, len(weight), width):
+                    head = weight[first : first + width].to(dtype)
+                    shift = bias[first : first + width].to(dtype) if bias is not None else None
+                    sweep.see(F.linear(x, head, shift).to(wide), head, first)
+                loss += sweep.finish(weight).sum()
         ctx.shape, ctx.dtype = hidden.shape, hidden.dtype
-        if d_hidden is not None:
-            ctx.save_for_backward(d_hidden)
+        if gradient is not None:
+            if not everything:
+                gradient = torch.zeros_like(flat, dtype=wide).index_copy_(0, counted, gradient)
+            ctx.save_for_backward(gradient)
         return loss
 
     @staticmethod
@@ -78,8 +137,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         grads: list[Tensor | None] = [None] * 8
         if ctx.needs_input_grad[0]:
-            (d_hidden,) = ctx.saved_tensors
-            grads[0] = (d_hidden * g.to(d_hidden.dtype)).to(ctx.dtype).view(ctx.shape)
+            (gradient,) = ctx.saved_tensors
+            grads[0] = (gradient * g.to(gradient.dtype)).to(ctx.dtype).view(ctx.shape)
         return tuple(grads)
 
 
@@ -92,7 +151,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     softcap: float | None = None,
     scale: float = 1.0,
-    tile_rows: int = 64,
+    tile_bytes: int = 16 * 2**20,
 ) -> Tensor:
     """Summed cross-entropy of a frozen linear head; the caller divides by its count.
 
@@ -106,13 +165,13 @@ def linear_cross_entropy(
         ignore_index: label of rows that do not count.
         softcap: > 0, or ``None``.
         scale: multiplies the raw logits, before the softcap.
-        tile_rows: rows per tile; a tile holds ``tile_rows * V`` float32 values (twice that with a softcap).
+        tile_bytes: bytes of float32 logits alive at a time, >= 4 (twice that with a softcap); rows are split once a tile would hold fewer than 512 classes.
 
     Returns:
         0-d float32 (float64 for float64 input). Saved for backward: the gradient for ``hidden``, N * D float32, only if ``hidden`` wants one.
 
     Raises:
-        ValueError: a trainable head, shapes that do not belong together, labels out of range, or a tile below one row.
+        ValueError: a trainable head, shapes that do not belong together, labels out of range, or a tile too small for one logit.
     """
     if weight.requires_grad or (bias is not None and bias.requires_grad):
         raise ValueError(
@@ -124,8 +183,8 @@ def linear_cross_entropy(
             f"got hidden {tuple(hidden.shape)}, labels {tuple(labels.shape)}, weight {tuple(weight.shape)}; "
             "expected labels of the shape of hidden without its last dimension, and weight (V, D)"
         )
-    if tile_rows < 1:
-        raise ValueError(f"got tile_rows={tile_rows}, expected a number of rows >= 1")
+    if tile_bytes < 4:
+        raise ValueError(f"got tile_bytes={tile_bytes}, expected at least 4 (one float32 logit)")
     if labels.device.type == "cpu" and labels.numel():  # on an accelerator this check would wait for the device; the kernel asserts there
         valid = (labels == ignore_index) | ((labels >= 0) & (labels < weight.shape[0]))
         if not bool(valid.all()):
@@ -134,4 +193,4 @@ def linear_cross_entropy(
                 f"got label {bad}, expected one in [0, {weight.shape[0]}) or ignore_index={ignore_index}. "
                 "Check that tokenizer and model belong together and that padding is masked."
             )
-    return _LinearCrossEntropy.apply(hidden, weight, bias, labels, ignore_index, softcap, scale, tile_rows)
+    return _LinearCrossEntropy.apply(hidden, weight, bias, labels, ignore_index, softcap, scale, tile_bytes)

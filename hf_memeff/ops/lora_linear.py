@@ -126,6 +126,36 @@ class LinearOp:
             dx = term.backward(g, x, dx, rows)
         return dx
 
+    def outputs(self, part: slice) -> LinearOp:
+        """The same layer restricted to output features ``part``; its terms accumulate into the same gradients (views, no copies)."""
+        assert self.weight is not None
+        return LinearOp(
+            self.weight[part],
+            self.bias[part] if self.bias is not None else None,
+            terms=[
+                LoraTerm(t.a, t.b[part], t.scaling, t.mask, t.grad_a, t.grad_b[part] if t.grad_b is not None else None)
+                for t in self.terms
+            ],
+        )
+
+    def inputs(self, part: slice) -> LinearOp:
+        """The same layer restricted to input features ``part``, without bias: outputs and ``dBm`` of all parts add up to the whole layer's."""
+        assert self.weight is not None
+        return LinearOp(
+            self.weight[:, part],
+            terms=[
+                LoraTerm(
+                    t.a[:, part],
+                    t.b,
+                    t.scaling,
+                    DropMask(t.mask.keep[:, part], t.mask.scale) if t.mask is not None else None,
+                    t.grad_a[:, part] if t.grad_a is not None else None,
+                    t.grad_b,
+                )
+                for t in self.terms
+            ],
+        )
+
     def _base_backward(self, g: Tensor, x: Tensor) -> Tensor:
         if self.call is None:
             assert self.weight is not None

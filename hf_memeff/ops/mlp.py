@@ -19,6 +19,9 @@ from hf_memeff.ops.lora_linear import LinearOp, LoraTerm, Rows
 from hf_memeff.ops.precision import accumulation_dtype
 
 
+_FEATURE_PARTS = 2
+
+
 @dataclass(slots=True)
 class MlpOp:
     """An MLP ready to run on rows.
@@ -30,7 +33,8 @@ class MlpOp:
         act: the activation.
         fused: whether ``up`` computes gate and up at once (Phi-3).
 
-    Peak inside ``backward``: five tensors of (T, I) (gate, up, activation, product, its gradient).
+    Peak inside ``backward``: five tensors of (T, I) (gate, up, activation, product, its gradient). A gated MLP whose weights can be sliced is taken in two parts
+    of I / 2 features, each with all rows of the tile: half the peak, while the matrix products keep as many rows as they had.
     """
 
     gate: LinearOp | None
@@ -60,6 +64,24 @@ class MlpOp:
         ``through(g, y)`` turns the gradient behind something that follows the MLP (a post-norm) into the gradient of the MLP's output ``y``; only then is
         the down projection re-run.
         """
+        if through is not None or self.gate is None or any(op.weight is None for op in (self.gate, self.up, self.down)):
+            return self._backward_part(g, x, rows, need_input=need_input, through=through)
+        dx: Tensor | None = None
+        for part in tiles(self.down.weight.shape[1], -(-self.down.weight.shape[1] // _FEATURE_PARTS)):  # type: ignore[union-attr]
+            piece = MlpOp(self.gate.outputs(part), self.up.outputs(part), self.down.inputs(part), self.act)
+            d_part = piece._backward_part(g, x, rows, need_input=need_input)
+            dx = d_part if dx is None or d_part is None else dx.add_(d_part)
+        return dx
+
+    def _backward_part(
+        self,
+        g: Tensor,
+        x: Tensor,
+        rows: Rows,
+        *,
+        need_input: bool,
+        through: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> Tensor | None:
         gate, up = self._project(x, rows)
         activated = self.act.forward(up if gate is None else gate)
         product = activated if gate is None else activated * up
