@@ -50,12 +50,19 @@ FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
 }
 """Config class and settings of each named layout, all with hidden size 64, two layers and four heads."""
 
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+OTHERS: dict[str, tuple[type, dict[str, Any]]] = {
+    "qwen3_moe": (transformers.Qwen3MoeConfig, {"head_dim": 16, **_EXPERTS}),
+    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 4, "head_dim": 16}),
+}
+"""Models without a named layout, for what is special about them."""
+
 
 def tiny_model(
     family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
 ) -> PreTrainedModel:
     """A two-layer causal LM of a family; its random weights depend on `seed` alone, `overrides` change its config."""
-    config_cls, settings = FAMILIES[family]
+    config_cls, settings = FAMILIES[family] if family in FAMILIES else OTHERS[family]
     config = config_cls(**{**_DECODER, **settings, **overrides})
     state = torch.get_rng_state()
     torch.manual_seed(seed)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import torch
+from peft.tuners.lora import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
@@ -80,3 +82,21 @@ def check_base_dtypes(model: nn.Module) -> None:
                 "bfloat16, float32 or float64. Fix: load the model with dtype=torch.bfloat16, or through a "
                 "quantiser such as bitsandbytes."
             )
+
+
+def warn_of_bare_experts(model: nn.Module, config: LoraConfig) -> None:
+    """Warn if the experts of a mixture carry no adapter: they are parameters, which target_modules passes by.
+
+    Args:
+        model: the model after injection.
+        config: the adapter's config.
+    """
+    if config.inference_mode or config.target_parameters:
+        return
+    bare = [name for name, parameter in model.named_parameters() if parameter.dim() == 3 and "expert" in name]
+    if bare:
+        warnings.warn(
+            f"{len(bare)} expert parameters, such as {bare[0]!r}, carry no adapter: target_modules finds modules only. "
+            f"To train them, name them in target_parameters, such as {'.'.join(bare[0].split('.')[-2:])!r}.",
+            stacklevel=2,
+        )

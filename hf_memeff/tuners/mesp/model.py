@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from peft.tuners.lora import LoraModel
+from peft.tuners.lora import LoraConfig, LoraModel
+from peft.utils import PeftType
 from torch import Tensor, nn
 
 from hf_memeff.blocks.attach import attach_blocks, detach_blocks
 from hf_memeff.blocks.options import EngineOptions
 from hf_memeff.blocks.store import make_store
-from hf_memeff.tuners.checks import check_adapter_name, check_base_dtypes
+from hf_memeff.tuners.checks import check_adapter_name, check_base_dtypes, warn_of_bare_experts
 from hf_memeff.tuners.mesp.layer import use_mesp_linears, use_stock_linears
 
 TAGS = ("hf_memeff", "mesp", "lora")
@@ -43,7 +46,9 @@ class MespModel(LoraModel):
         check_adapter_name(adapter_name, model)
         check_base_dtypes(model)
         make_store(config.activation_store, config.activation_store_dir)  # refuses a folder that can't be used
-        super().inject_adapter(model, adapter_name, *args, **kwargs)
+        with _as_lora(config):
+            super().inject_adapter(model, adapter_name, *args, **kwargs)
+        warn_of_bare_experts(model, config)
         try:
             self.attach_engine()
         except Exception:
@@ -121,6 +126,13 @@ class MespModel(LoraModel):
         cls, model: nn.Module, config: Any, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         """Fit a file's keys to the model as `LoraModel` does; name tensors without a place, which PEFT just drops."""
+        if hasattr(getattr(model, "config", None), "model_type"):
+            from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
+
+            with _as_lora(config):
+                state_dict = convert_peft_adapter_state_dict_for_transformers(
+                    model=model, peft_config=config, adapter_state_dict=state_dict, adapter_name=adapter_name
+                )
         fitted = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
         homeless = sorted(set(fitted) - set(model.state_dict()))
         if homeless:
@@ -152,3 +164,13 @@ class MespModel(LoraModel):
         return super()._convert_state_dict_for_initial_model(
             peft_model, peft_config, path_initial_model_for_weight_conversion, output_state_dict, kwargs
         )
+
+
+@contextmanager
+def _as_lora(config: LoraConfig) -> Iterator[None]:
+    """Let PEFT take a config for its own: it fits only that type to the fused experts of transformers 5 (peft 0.21)."""
+    own, config.peft_type = config.peft_type, PeftType.LORA
+    try:
+        yield
+    finally:
+        config.peft_type = own

@@ -3,12 +3,15 @@
 import copy
 import gc
 import io
+import json
+import warnings
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from peft.tuners import lora
 from peft.tuners.lora import LoraLayer
+from safetensors.torch import save_file
 from torch import nn
 
 from helpers import (
@@ -444,6 +447,84 @@ def test_add_weighted_adapter_works():
         model.set_adapter("mix")
         results.append(logits(model))
     assert torch.equal(*results)
+
+
+# C32: experts are parameters
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+EXPERT_SETTINGS = [
+    {"target_modules": ["q_proj", "v_proj"], "target_parameters": EXPERTS},
+    {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]},
+]
+
+
+@pytest.mark.filterwarnings("ignore:The following:RuntimeWarning")
+@pytest.mark.parametrize("settings", EXPERT_SETTINGS, ids=["parameters", "names_of_transformers_4"])
+def test_c32_experts_are_adapted_trained_and_saved_as_by_lora(tmp_path, settings):
+    models = [wrap(cls, "qwen3_moe", **copy.deepcopy(settings)) for cls in (LoraConfig, MespConfig)]
+    (loss, gradients), (our_loss, ours) = [loss_and_gradients(model, token_batch()) for model in models]
+    assert any("experts" in name for name in gradients)
+    assert abs(loss - our_loss) <= 1e-5 and worst_relative_error(ours, gradients) <= 1e-5
+    models[1].save_pretrained(tmp_path)
+    before = logits(models[1])
+    config = MespConfig.from_pretrained(tmp_path)
+    for again in (
+        PeftModel.from_pretrained(tiny_model("qwen3_moe"), tmp_path),
+        PeftModel.from_pretrained(tiny_model("qwen3_moe"), tmp_path, config=config, is_trainable=True),
+    ):
+        assert torch.equal(logits(again), before)
+
+
+def test_c32_experts_without_adapters_are_named():
+    with pytest.warns(UserWarning, match=r"4 expert parameters, such as .*target_parameters, such as 'experts\."):
+        wrap(family="qwen3_moe", target_modules=["q_proj"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        wrap(family="qwen3_moe", target_modules=["q_proj"], target_parameters=EXPERTS)
+        wrap(family="llama", target_modules=["q_proj"])
+
+
+def test_an_adapter_saved_under_transformers_4_finds_the_fused_experts(tmp_path):
+    """Mixtral's experts were modules w1, w2, w3 then; PEFT fits names and tensors to the fused parameters."""
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": 2,
+        "lora_alpha": 4,
+        "target_modules": ["q_proj", "w1", "w2", "w3"],
+    }
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for layer in range(2):
+        parts = {"self_attn.q_proj": (64, 64)}
+        for expert in range(4):
+            name = f"block_sparse_moe.experts.{expert}"
+            parts |= {f"{name}.w1": (64, 112), f"{name}.w3": (64, 112), f"{name}.w2": (112, 64)}
+        for name, (inputs, outputs) in parts.items():
+            key = f"base_model.model.model.layers.{layer}.{name}"
+            tensors[f"{key}.lora_A.weight"] = torch.randn(2, inputs, generator=generator)
+            tensors[f"{key}.lora_B.weight"] = torch.randn(outputs, 2, generator=generator)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    stock = PeftModel.from_pretrained(tiny_model("mixtral"), tmp_path)
+    ours = PeftModel.from_pretrained(tiny_model("mixtral"), tmp_path, config=MespConfig.from_pretrained(tmp_path))
+    assert torch.equal(logits(ours), logits(stock))
+    assert not torch.equal(logits(ours), logits(tiny_model("mixtral")))
+
+
+def test_arrow_routes_as_in_lora():
+    results = []
+    for config_cls in (LoraConfig, MespConfig):
+        settings = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+        model = get_peft_model(tiny_model(), config_cls(**settings), adapter_name="task_0")
+        model.add_adapter("task_1", config_cls(**settings))
+        fill_adapters(model)
+        arrow = lora.ArrowConfig(top_k=1, rng_seed=0)
+        arrow.task_adapter_names = ["task_0", "task_1"]
+        model.add_adapter("arrow_router", config_cls(**settings, arrow_config=arrow))
+        model.set_adapter("arrow_router")
+        results.append(logits(model))
+    assert torch.equal(*results) and not torch.equal(results[1], logits(tiny_model()))
 
 
 def test_tied_embeddings_stay_tied_when_the_engine_meets_them():
