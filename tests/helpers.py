@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hf_memeff import MespConfig
 from hf_memeff.compat import installed_version
 
 VOCAB = 128
@@ -79,6 +81,43 @@ def fill_adapters(model: nn.Module, std: float = 0.1, seed: int = 1) -> None:
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+
+
+IDS = torch.arange(3, 24).view(1, -1)
+"""One row of token ids."""
+
+_TARGETS = {"gpt2": ["c_attn", "c_proj", "c_fc"]}
+
+
+def adapted_model(
+    config_cls: type[LoraConfig] = MespConfig,
+    family: str = "llama",
+    dtype: torch.dtype = torch.float32,
+    name: str = "default",
+    **settings: Any,
+) -> PeftModel:
+    """A tiny model with one adapter, filled with the same random values whatever the config class."""
+    fields = {"r": 4, "target_modules": _TARGETS.get(family, "all-linear"), "task_type": "CAUSAL_LM", **settings}
+    model = get_peft_model(tiny_model(family, dtype=dtype), config_cls(**fields), adapter_name=name)
+    fill_adapters(model)
+    return model
+
+
+def logits_of(model: nn.Module, **kwargs: Any) -> Tensor:
+    """Logits for `IDS` in evaluation mode."""
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS, **kwargs).logits
+
+
+def assert_untouched(model: nn.Module, fresh: nn.Module) -> None:
+    """Assert that a model has the classes, instance attributes, hooks, keys and tags of one that never met PEFT."""
+    assert list(model.state_dict()) == list(fresh.state_dict())
+    assert model.model_tags == fresh.model_tags
+    for (name, module), (_, other) in zip(model.named_modules(), fresh.named_modules(), strict=True):
+        assert type(module) is type(other), name
+        assert set(module.__dict__) - {"peft_config"} == set(other.__dict__), name
+        for hooks in ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks"):
+            assert not getattr(module, hooks), (name, hooks)
 
 
 def token_batch(rows: int = 2, length: int = 19, padding: str = "none", seed: int = 5) -> dict[str, Tensor]:

@@ -70,9 +70,9 @@ BOOKKEEPING = {
 """Fields that say nothing about the adapter; the tests of files cover them."""
 
 TESTED_ELSEWHERE = {
-    "arrow_config": "needs several adapters: test_model.py",
-    "target_parameters": "needs experts: test_model.py",
-    "ensure_weight_tying": "needs tied embeddings: test_model.py",
+    "arrow_config": "needs several adapters: test_model_cases.py",
+    "target_parameters": "needs experts: test_model_cases.py",
+    "ensure_weight_tying": "needs tied embeddings: test_model_cases.py",
     "megatron_config": "refused: above",
     "monteclora_config": "refused: above",
     "megatron_core": "read with megatron_config only",
