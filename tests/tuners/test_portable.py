@@ -188,6 +188,16 @@ def test_a_second_adapter_joins_by_add_adapter_then_load_adapter(saved):
         model.load_adapter(folder, "c")  # the documented exception: the file's type is LORA
 
 
+def test_loading_onto_the_meta_device_first_waits_with_the_self_check(saved):
+    config = MespConfig.from_pretrained(saved / "adapter")
+    folder = saved / "adapter"
+    model = PeftModel.from_pretrained(tiny_model(), folder, config=config, is_trainable=True, low_cpu_mem_usage=True)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(input_ids=IDS).logits, torch.load(saved / "logits.pt"))
+    model.train()(**token_batch()).loss.backward()
+    assert {(block.path, block.reason) for block in memeff_status(model).blocks} == {("structured", "")}
+
+
 def test_a_subfolder_is_read(saved):
     config = MespConfig.from_pretrained(saved, subfolder="adapter")
     assert config.r == 4 and config.tiled_loss == "never"

@@ -230,6 +230,14 @@ def test_add_weighted_adapter_works():
     assert torch.equal(*results)
 
 
+def test_wrapping_twice_warns_as_lora_does():
+    """Case C42: a script that loads an adapter and then wraps again would train a new one."""
+    for config_cls in (LoraConfig, MespConfig):
+        model = adapted_model(config_cls)
+        with pytest.warns(UserWarning, match="modify a model with PEFT for a second time"):
+            get_peft_model(model, config_cls(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+
+
 def test_unloading_frees_the_adapters():
     import weakref
 
