@@ -22,7 +22,8 @@ class MespCallback(TrainerCallback):
         options: the same options by name, instead of `config`, such as `activation_store="disk"`.
 
     Raises:
-        ValueError: both are given, or an option is out of its range. On attaching, what `attach` refuses.
+        ValueError: both are given, or an option is out of its range; on attaching, the model was made with
+            `MespConfig`, or `attach` refuses it.
     """
 
     def __init__(self, config: MespConfig | None = None, **options: Any) -> None:
@@ -56,5 +57,10 @@ class MespCallback(TrainerCallback):
             self._attached_by_us = None
 
     def _attach(self, model: nn.Module) -> None:
+        if getattr(model, "peft_type", None) == "MESP":
+            raise ValueError(
+                "MespCallback got a model made with MespConfig, which is attached already, expected one made with "
+                "LoraConfig. Fix: leave the callback out."
+            )
         attach(model, self.config)
         self._attached_by_us = model

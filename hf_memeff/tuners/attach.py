@@ -39,6 +39,15 @@ _BOOKKEEPING = frozenset(
 )
 """Fields of `LoraConfig` that say nothing about the adapter itself."""
 
+_WRAPPERS = {
+    "DataParallel": "module",
+    "DeepSpeedEngine": "module",
+    "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+}
+"""Wrappers that trainers put around a model, and where they keep it."""
+
 
 def attach(model: nn.Module, config: MespConfig | None = None) -> None:
     """Run the LoRA adapters that a model carries through the memory-efficient engine.
@@ -47,7 +56,8 @@ def attach(model: nn.Module, config: MespConfig | None = None) -> None:
     `MespConfig`, which is attached already, it changes the active adapter's engine options.
 
     Args:
-        model: a `PeftModel`, or a model with adapters injected into it (by transformers' or PEFT's own functions).
+        model: a `PeftModel`, or a model with adapters injected into it (by transformers' or PEFT's own functions);
+            what DDP, FSDP1, DeepSpeed or torch.compile wrapped is found inside.
         config: the engine options. Its LoRA fields may repeat those of the live adapter, or be left at their defaults.
 
     Raises:
@@ -65,16 +75,17 @@ def attach(model: nn.Module, config: MespConfig | None = None) -> None:
             f"attach got a {type(model).__name__} without LoRA layers, expected a model with a LoRA adapter. "
             "Fix: get_peft_model(model, MespConfig(...)) adds one and attaches in one step."
         )
-    for live in _active_configs(model, base):
+    for live in _active_configs(base):
         refuse_variants(live)
         _refuse_contradiction(config, live, base)
     check_base_dtypes(base)
     if isinstance(tuner, MespModel):
-        for live in _active_configs(model, base):
+        tuner.attach_engine(config.engine_options())
+        for live in _active_configs(base):
             for name in option_names():
                 setattr(live, name, getattr(config, name))
-        tuner.attach_engine()
     else:
+        use_stock_linears(base)
         attach_blocks(base, config.engine_options())
         use_mesp_linears(base)
 
@@ -109,6 +120,8 @@ def memeff_status(model: nn.Module) -> MemeffStatus:
 
 def _parts(model: nn.Module) -> tuple[nn.Module, nn.Module | None]:
     """The model that carries the adapters, and PEFT's tuner around it, if there is one."""
+    while type(model).__name__ in _WRAPPERS:
+        model = getattr(model, _WRAPPERS[type(model).__name__])
     if isinstance(model, PeftModel):
         return model.get_base_model(), model.base_model
     if isinstance(model, MespModel):
@@ -116,9 +129,9 @@ def _parts(model: nn.Module) -> tuple[nn.Module, nn.Module | None]:
     return model, None
 
 
-def _active_configs(model: nn.Module, base: nn.Module) -> Iterator[LoraConfig]:
-    """Configs of the active adapters, as far as the model keeps them."""
-    configs = getattr(model, "peft_config", None) or {}
+def _active_configs(base: nn.Module) -> Iterator[LoraConfig]:
+    """Configs of the active adapters; PEFT leaves them on the model it injects into."""
+    configs = getattr(base, "peft_config", None) or {}
     layer = next(module for module in base.modules() if isinstance(module, LoraLayer))
     for name in layer.active_adapters:
         if isinstance(configs.get(name), LoraConfig):

@@ -1,5 +1,4 @@
-"""An adapter's two JSON files: a plain LoRA `adapter_config.json` and, beside it, `memeff_config.json` with our
-settings.
+"""An adapter's JSON files: a plain LoRA `adapter_config.json` and, beside it, our settings in `memeff_config.json`.
 
 Stock PEFT, vLLM and converters read the first and never look at the second. Reading treats both as data from a
 stranger: JSON of limited size, every field checked, nothing imported, and no field used as a path.
@@ -126,8 +125,7 @@ def read_adapter(source: AdapterSource, method: str) -> dict[str, Any]:
     if unknown:
         warnings.warn(
             f"{source.name!r} holds fields unknown to the installed versions of peft and hf_memeff, ignored because "
-            "they are "
-            f"empty: {', '.join(unknown)}. A newer version may have written them.",
+            f"they are empty: {', '.join(unknown)}. A newer version may have written them.",
             stacklevel=3,
         )
     return values
@@ -172,7 +170,7 @@ def write_json(path: str, data: Mapping[str, Any]) -> None:
 def _plain(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(value)
-    raise TypeError(f"got a {type(value).__name__} in a config, expected JSON values or a set. Fix: pass a list.")
+    raise TypeError(f"got {shorten(value)} in a config, expected what JSON can hold. Fix: pass numbers, text or lists.")
 
 
 def _read_json(path: str) -> dict[str, Any]:

@@ -88,6 +88,8 @@ def test_options_reach_the_engine(tmp_path):
 def test_what_attach_refuses_stops_before_training(tmp_path):
     with pytest.raises(ValueError, match="attach got r=32"):
         trainer_for(tmp_path, [MespCallback(r=32)])
+    with pytest.raises(ValueError, match=r"got a model made with MespConfig.*Fix: leave the callback out"):
+        trainer_for(tmp_path, [MespCallback()], config_cls=MespConfig)
     with pytest.raises(ValueError, match="got tiled_loss"):
         MespCallback(tiled_loss="x")
     with pytest.raises(ValueError, match=r"got a config and also strict, expected one of the two.*Fix: "):

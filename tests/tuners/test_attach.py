@@ -90,6 +90,25 @@ def test_the_status_says_that_plain_loading_gives_plain_lora():
     assert "without config= gives plain LoRA" in str(memeff_status(model))
 
 
+@pytest.mark.parametrize("wrapper", ["data_parallel", "compiled"])
+def test_a_wrapped_model_is_found(wrapper):
+    model = plain()
+    wrapped = torch.nn.DataParallel(model) if wrapper == "data_parallel" else torch.compile(model, backend="eager")
+    attach(wrapped)
+    assert memeff_status(wrapped).attached and memeff_status(model).attached
+    detach(wrapped)
+    assert not memeff_status(model).attached
+
+
+def test_strict_failing_on_a_mesp_model_keeps_its_saved_options(tmp_path):
+    base = tiny_model()
+    base.model.layers[1].input_layernorm = torch.nn.Sequential(base.model.layers[1].input_layernorm, torch.nn.Tanh())
+    model = get_peft_model(base, MespConfig(**SETTINGS))
+    with pytest.raises(RuntimeError, match=r"layers\.1"):
+        attach(model, MespConfig(strict=True))
+    assert model.peft_config["default"].strict is False
+
+
 # LoRA fields in the given config
 
 

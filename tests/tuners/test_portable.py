@@ -325,7 +325,7 @@ def test_writing_replaces_the_file_in_one_step(tmp_path):
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     path = tmp_path / "a.json"
     write_json(str(path), {"n": 1})
-    with pytest.raises(TypeError, match=r"got a object in a config.*expected.*Fix"):
+    with pytest.raises(TypeError, match=r"got <object .* in a config, expected .* Fix: "):
         write_json(str(path), {"n": object()})
     assert json.loads(path.read_text()) == {"n": 1} and os.listdir(tmp_path) == ["a.json"]
 

@@ -62,10 +62,11 @@ class MespModel(LoraModel):
         """Call the model, hooks included: peft 0.20 calls its forward alone. Delete when `MINIMUM_PEFT` is 0.21."""
         return self.model(*args, **kwargs)
 
-    def attach_engine(self) -> None:
-        """Attach the engine with the active adapter's options, or have it look again at options and adapters."""
-        options = self._active_options()
+    def attach_engine(self, options: EngineOptions | None = None) -> None:
+        """Attach the engine, or have it look at the adapters again; without `options`, with the active adapter's."""
+        options = self._active_options() if options is None else options
         self._options = None
+        use_stock_linears(self.model)
         attach_blocks(self.model, options)
         use_mesp_linears(self.model)
         self._options = options
@@ -137,9 +138,8 @@ class MespModel(LoraModel):
         homeless = sorted(set(fitted) - set(model.state_dict()))
         if homeless:
             warnings.warn(
-                f"{len(homeless)} of {len(fitted)} tensors in the adapter's file have no place in this model and "
-                "are not used, "
-                f"{homeless[0]!r} among them. Does the config name the same target modules?",
+                f"{len(homeless)} of {len(fitted)} tensors in the adapter's file have no place in this model and are "
+                f"not used, {homeless[0]!r} among them. Does the config name the same target modules?",
                 stacklevel=4,
             )
         return fitted
