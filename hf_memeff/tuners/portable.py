@@ -26,6 +26,23 @@ from hf_memeff.tuners.rules import LORA_RULES, VERSION, Rule, is_inert_text, one
 
 OPTIONS_NAME = "memeff_config.json"
 
+CARD_NAME = "README.md"
+
+CARD_NOTE = """
+## Training on with MeSP
+
+This adapter was trained with MeSP of hf_memeff: LoRA's gradients in less memory. Its files are plain LoRA. Loading them
+without `config=` gives plain LoRA, in any library that reads LoRA adapters. To train on with MeSP:
+
+```python
+from hf_memeff import MespConfig
+from peft import PeftModel
+
+config = MespConfig.from_pretrained(adapter)
+model = PeftModel.from_pretrained(base_model, adapter, config=config, is_trainable=True)
+```
+"""
+
 LARGEST_FILE_BYTES = 2**20
 """Configs of real adapters take a few kB; reading stops here."""
 
@@ -151,9 +168,24 @@ def write_adapter(folder: str, lora: Mapping[str, Any], options: MemeffOptions, 
     write_json(os.path.join(folder, CONFIG_NAME), plain)
 
 
+def add_card_note(folder: str) -> None:
+    """Say once in the model card, if PEFT has written one into the folder, how to load the adapter and train it on."""
+    path = os.path.join(folder, CARD_NAME)
+    if not os.path.isfile(path):
+        return
+    with open(path, encoding="utf-8") as file:
+        card = file.read()
+    if CARD_NOTE not in card:
+        write_text(path, card.rstrip("\n") + "\n" + CARD_NOTE)
+
+
 def write_json(path: str, data: Mapping[str, Any]) -> None:
     """Write an object as JSON with sorted keys, replacing the file in one step."""
-    text = json.dumps(data, indent=2, sort_keys=True, default=_plain)
+    write_text(path, json.dumps(data, indent=2, sort_keys=True, default=_plain))
+
+
+def write_text(path: str, text: str) -> None:
+    """Write a file by replacing it in one step, with the permissions that any new file gets."""
     draft = f"{path}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
     try:
         with open(draft, "x", encoding="utf-8") as file:

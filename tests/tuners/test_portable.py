@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraConfig as StockConfig
 from peft.utils import PeftType
@@ -229,9 +230,14 @@ def test_a_relative_base_path_stays_readable(tmp_path, monkeypatch):
     assert MespConfig.from_pretrained("adapter").base_model_name_or_path == str(tmp_path / "base")
 
 
-def test_the_card_says_what_the_adapter_is(saved):
-    card = (saved / "adapter" / "README.md").read_text()
-    assert all(tag in card for tag in ("hf_memeff", "mesp", "lora"))
+def test_the_card_says_what_the_adapter_is_and_how_to_train_it_on(saved):
+    path = saved / "adapter" / "README.md"
+    card = ModelCard.load(path)
+    assert {"hf_memeff", "mesp", "lora"} <= set(card.data.tags) and card.data.library_name == "peft"
+    assert "without `config=` gives plain LoRA" in card.text and "MespConfig.from_pretrained(" in card.text
+    config = MespConfig.from_pretrained(saved / "adapter")
+    PeftModel.from_pretrained(tiny_model(), saved / "adapter", config=config).save_pretrained(saved / "adapter")
+    assert path.read_text().count("## Training on with MeSP") == 1
 
 
 @needs_peft_021

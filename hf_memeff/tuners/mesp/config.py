@@ -10,7 +10,7 @@ from peft.tuners.lora import LoraConfig
 from peft.utils import PeftType
 
 from hf_memeff.tuners.options import MemeffOptions, shorten
-from hf_memeff.tuners.portable import AdapterSource, read_adapter, refuse_pickle, write_adapter
+from hf_memeff.tuners.portable import AdapterSource, add_card_note, read_adapter, refuse_pickle, write_adapter
 
 METHOD = "mesp"
 
@@ -50,6 +50,8 @@ class MespConfig(MemeffOptions, LoraConfig):
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Write `adapter_config.json`, a plain LoRA config, and `memeff_config.json` with this package's fields.
 
+        A model card that PEFT has put into the folder gets a note on loading.
+
         Args:
             save_directory: folder, created if missing.
             kwargs: `auto_mapping_dict` as PEFT passes it (class and module of a base model without task type).
@@ -64,6 +66,7 @@ class MespConfig(MemeffOptions, LoraConfig):
         if kwargs.get("auto_mapping_dict") is not None:
             fields["auto_mapping"] = kwargs["auto_mapping_dict"]
         write_adapter(os.fspath(save_directory), fields, self, METHOD)
+        add_card_note(os.fspath(save_directory))
 
     @classmethod
     def from_pretrained(
