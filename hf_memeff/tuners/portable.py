@@ -175,7 +175,7 @@ def add_card_note(folder: str) -> None:
         return
     with open(path, encoding="utf-8") as file:
         card = file.read()
-    if CARD_NOTE not in card:
+    if CARD_NOTE.strip() not in card:
         write_text(path, card.rstrip("\n") + "\n" + CARD_NOTE)
 
 
