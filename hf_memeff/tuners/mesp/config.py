@@ -10,7 +10,8 @@ from peft.tuners.lora import LoraConfig
 from peft.utils import PeftType
 
 from hf_memeff.tuners.options import MemeffOptions, shorten
-from hf_memeff.tuners.portable import AdapterSource, add_card_note, read_adapter, refuse_pickle, write_adapter
+from hf_memeff.tuners.portable import add_card_note, read_adapter, write_adapter
+from hf_memeff.tuners.source import AdapterSource, refuse_pickle
 
 METHOD = "mesp"
 
