@@ -36,24 +36,32 @@ class ComparisonPlan:
 
 
 def plan_comparison(token_seconds: float, steps: int, available_seconds: float) -> ComparisonPlan:
-    """Choose length and rounds: more rounds the longer the training, and what fits into the time.
+    """Choose length and rounds: more rounds the longer the training was, and what fits into the time.
 
     Args:
         token_seconds: seconds per token of a training step.
-        steps: optimizer steps that the training is to have; the comparison of a short one is short too.
+        steps: optimizer steps of the training; after a short one the comparison is short too.
         available_seconds: not to be exceeded, if the shortest comparison allows.
 
     Returns:
         The plan.
     """
-    most_rounds = max(1, min(5, steps // 10))
     for tokens in _LENGTHS:
-        for rounds in range(most_rounds, 0, -1):
-            # Each model runs once more, for its gradients and its peak.
-            seconds = _SLOWEST_METHOD * token_seconds * tokens * len(METHODS) * (rounds + 1)
-            if seconds <= available_seconds:
-                return ComparisonPlan(tokens, rounds, seconds)
-    return ComparisonPlan(tokens, rounds, seconds)
+        for rounds in range(max(1, min(5, steps // 10)), 0, -1):
+            plan = _plan(token_seconds, tokens, rounds)
+            if plan.seconds <= available_seconds:
+                return plan
+    return shortest_comparison(token_seconds)
+
+
+def shortest_comparison(token_seconds: float) -> ComparisonPlan:
+    """The plan that takes the least time."""
+    return _plan(token_seconds, _LENGTHS[-1], 1)
+
+
+def _plan(token_seconds: float, tokens: int, rounds: int) -> ComparisonPlan:
+    # Each model runs once more than there are rounds, for its gradients and its peak.
+    return ComparisonPlan(tokens, rounds, _SLOWEST_METHOD * token_seconds * tokens * len(METHODS) * (rounds + 1))
 
 
 def compare_methods(

@@ -121,7 +121,8 @@ def write_json(content: dict[str, Any], path: Path) -> None:
         content: what goes into it.
         path: the file; replaced if it exists.
     """
+    text = json.dumps(content, indent=2)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)
+        file.write(text)
     os.replace(name, path)

@@ -13,9 +13,10 @@ from typing import Any
 
 import transformers
 from safetensors.torch import load_file
+from torch import Tensor
 
 from hf_memeff.recipes.demo import stock_peft
-from hf_memeff.recipes.demo.stock_peft import Scores, TokenRow
+from hf_memeff.recipes.demo.stock_peft import TokenRow
 from hf_memeff.recipes.model_source import ModelSource
 
 
@@ -28,11 +29,15 @@ class Reloaded:
     """What the second process reports.
 
     Attributes:
-        scores: of the reloaded adapter.
+        loss: mean cross-entropy per answer token.
+        first_logits: (rows, vocabulary) logits of the first answer token.
+        answers: per row, the ids of the greedy answer.
         foreign_modules: modules of this package that were imported there; empty, or the check proves nothing.
     """
 
-    scores: Scores
+    loss: float
+    first_logits: Tensor
+    answers: list[list[int]]
     foreign_modules: list[str]
 
 
@@ -93,4 +98,4 @@ def score_in_stock_peft(
             )
         answer = json.loads(result.read_text(encoding="utf-8"))
         logits = load_file(f"{result}.safetensors")["first_logits"].clone()  # the file goes away with the folder
-    return Reloaded(Scores(answer["loss"], answer["answers"], logits), answer["foreign_modules"])
+    return Reloaded(answer["loss"], logits, answer["answers"], answer["foreign_modules"])

