@@ -60,7 +60,7 @@ def bind(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> t
 
 
 def filled_cache(kwargs: dict[str, Any]) -> bool:
-    """Whether a key-value cache with entries is passed: a prefix that a re-run must not append to, and must not lose."""
+    """Whether a key-value cache with entries is passed: a prefix that a re-run must not change or lose."""
     for name in CACHE_NAMES:
         cache = kwargs.get(name)
         if cache is not None and (not hasattr(cache, "get_seq_length") or cache.get_seq_length() > 0):
@@ -70,7 +70,7 @@ def filled_cache(kwargs: dict[str, Any]) -> bool:
 
 def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments with the (empty) key-value cache taken out."""
-    dropped = {name: None for name in CACHE_NAMES if name in kwargs}
+    dropped: dict[str, Any] = {name: None for name in CACHE_NAMES if name in kwargs}
     if "use_cache" in kwargs:
         dropped["use_cache"] = False
     return kwargs | dropped

@@ -27,14 +27,16 @@ _OPTIONS = "_hf_memeff_options"
 def attach_blocks(model: nn.Module, options: EngineOptions) -> None:
     """Put the engine on every decoder block of a model and on its causal loss.
 
-    Calling it again applies new options and looks at the adapters afresh. The model's classes stay as they are; each block's instance gets a forward and a forward pre-hook.
+    Calling it again applies new options and looks at the adapters afresh. The model's classes stay as they are; each
+    block's instance gets a forward and a forward pre-hook.
 
     Args:
         model: the model that carries the LoRA layers (inside PEFT: ``peft_model.get_base_model()``).
         options: how blocks and loss run.
 
     Raises:
-        RuntimeError: ``strict`` and a block cannot run structured, or ``tiled_loss="always"`` on a model without a causal LM head.
+        RuntimeError: ``strict`` and a block cannot run structured, or ``tiled_loss="always"`` on a model without a
+            causal LM head.
         ActivationStoreError: the store's folder cannot be used.
     """
     detach_blocks(model)
@@ -67,7 +69,9 @@ def attach_blocks(model: nn.Module, options: EngineOptions) -> None:
 
 
 def detach_blocks(model: nn.Module) -> None:
-    """Take the engine off: every forward, hook and class is what it was before ``attach_blocks``. Nothing happens where it is not attached."""
+    """Take the engine off: every forward, hook and class is what it was before ``attach_blocks``. Nothing happens
+    where it is not attached.
+    """
     for module in model.modules():
         for slot in ("forward", "_old_forward"):
             forward = module.__dict__.get(slot)
@@ -88,7 +92,7 @@ def is_attached(model: nn.Module) -> bool:
 
 
 def engine_status(model: nn.Module) -> MemeffStatus:
-    """Report path and reason of every block and every adapted linear layer as the next training call would take them."""
+    """Report path and reason of every block and every adapted linear layer as the next training call would take it."""
     options: EngineOptions | None = model.__dict__.get(_OPTIONS)
     if options is None:
         return MemeffStatus(False)
@@ -124,7 +128,9 @@ def _linear_report(name: str, module: nn.Module, path: str, plan: LinearPlan | N
     if isinstance(found, str):
         return PathReport(name, "peft", found)
     lean = bool(getattr(module, "saves_input_only", False))
-    return PathReport(name, "lean" if lean else "peft", "outside a structured block" if path == "outside" else f"its block: {path}")
+    return PathReport(
+        name, "lean" if lean else "peft", "outside a structured block" if path == "outside" else f"its block: {path}"
+    )
 
 
 def _decoder_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -172,7 +178,8 @@ def _missing_parts(layer: nn.Module, layout: Layout) -> str:
 
 
 def _set_forward(layer: nn.Module, forward: BlockForward) -> None:
-    # accelerate's hooks call the instance's `_old_forward`; taking its place keeps their device handling around the block
+    # accelerate's hooks call the instance's `_old_forward`; taking its place keeps their device handling around the
+    # block
     slot = "_old_forward" if hasattr(layer, "_hf_hook") else "forward"
     forward.previous = layer.__dict__.get(slot)
     layer.__dict__[slot] = forward
@@ -195,10 +202,16 @@ def _checked(forward: BlockForward, layer: nn.Module) -> str:
 
 
 def _distinct(layer: nn.Module, forward: BlockForward) -> tuple[Any, ...]:
-    """What makes two layers the same for the self-check: class, parameters' shapes, dtypes and devices, and every plain setting of the attention."""
+    """What makes two layers the same for the self-check: class, parameters' shapes, dtypes and devices, and every
+    plain setting of the attention.
+    """
     assert forward.layout is not None
     attention = part(layer, forward.layout.attention)
-    plain = {k: v for k, v in attention.__dict__.items() if isinstance(v, int | float | str | bool | None) and k != "layer_idx"}
+    plain = {
+        k: v
+        for k, v in attention.__dict__.items()
+        if isinstance(v, int | float | str | bool | None) and k != "layer_idx"
+    }
     kinds = tuple((n, type(m).__name__) for n, m in layer.named_modules())
     weights = tuple((n, tuple(p.shape), p.dtype, p.device, p.requires_grad) for n, p in layer.named_parameters())
     implementation = getattr(getattr(attention, "config", None), "_attn_implementation", None)
@@ -251,4 +264,3 @@ def _swap_factors(model: nn.Module, old: type[nn.Module], new: type[nn.Module]) 
             for factor in factors.values() if isinstance(factors, nn.ModuleDict) else ():
                 if type(factor) is old:
                     factor.__class__ = new
-

@@ -33,8 +33,12 @@ class Holder:
         self.module = module
 
 
-def hand_over(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Forward pre-hook: give the module being called (a replica or a copy gives itself) to the forward attached to it."""
+def hand_over(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Forward pre-hook: give the module being called (a replica or a copy gives itself) to the forward attached to
+    it.
+    """
     return args, kwargs | {SELF: Holder(module)}
 
 
@@ -53,7 +57,8 @@ class BlockForward:
         strict: whether a fallback is an error.
         verdict: why the self-check refused the structured block; empty if it passed; ``None`` while it has not run.
         refusal: why the layout cannot be used at all (a property of the layer that does not change); empty if it can.
-        previous: a forward that was already set on the instance (accelerate's hooks do that), which ours takes the place of.
+        previous: a forward that was already set on the instance (accelerate's hooks do that), which ours takes the
+            place of.
     """
 
     index: int
@@ -72,8 +77,9 @@ class BlockForward:
         holder = kwargs.pop(SELF, None)
         if holder is None:
             raise RuntimeError(
-                "got a decoder layer's forward without its forward pre-hook, expected both or neither: the hook was removed, or the forward was taken "
-                "off the layer. Call the layer itself, and undo hf_memeff with detach(model)."
+                "got a decoder layer's forward without its forward pre-hook, expected both or neither: the hook was "
+                "removed, or the forward was taken off the layer. Call the layer itself, and undo hf_memeff with "
+                "detach(model)."
             )
         layer = holder.module
         if not (layer.training and torch.is_grad_enabled()):
@@ -86,7 +92,7 @@ class BlockForward:
             return self.previous(*args, **kwargs)
         return _uncheckpointed(type(layer))(layer, *args, **kwargs)
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason="hf_memeff differentiates blocks by hand, outside of the compiled graph")
     def train_call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A training call: structured, recomputed whole, or (where re-running would be wrong) the layer's own graph."""
         hidden, others = bind(self.names, args, kwargs)
@@ -108,7 +114,12 @@ class BlockForward:
         return self.structured(layer, hidden, others, plans)
 
     def structured(
-        self, layer: nn.Module, hidden: Tensor, others: dict[str, Any], plans: dict[str, LinearPlan], rows: Tensor | None = None
+        self,
+        layer: nn.Module,
+        hidden: Tensor,
+        others: dict[str, Any],
+        plans: dict[str, LinearPlan],
+        rows: Tensor | None = None,
     ) -> Tensor:
         """Run the structured block on the layer; ``rows`` restricts its backward to kept rows."""
         assert self.layout is not None
@@ -160,12 +171,14 @@ class BlockForward:
             others: arguments of the call, or ``None`` to ask without one (the status report).
 
         Returns:
-            ``structured``, ``recompute`` or ``off``; the reason, empty for ``structured``; the projections' plans for ``structured``.
+            ``structured``, ``recompute`` or ``off``; the reason, empty for ``structured``; the projections' plans for
+            ``structured``.
         """
-        reason = _unreplayable(layer, others)
+        survey = _Survey.of(layer)
+        reason = survey.unreplayable(layer, others)
         if reason:
             return "off", reason, None
-        reason = self._unstructured(layer, others)
+        reason = self._unstructured(layer, survey, others)
         if reason:
             return "recompute", reason, None
         assert self.layout is not None
@@ -175,36 +188,92 @@ class BlockForward:
             if isinstance(plan, str):
                 return "recompute", f"{name}: {plan}", None
             plans[name] = plan
+        known = {factor for plan in plans.values() for term in plan.terms for factor in (term.lora_a, term.lora_b)}
+        for module, parameter in survey.trained:
+            if module not in known:
+                return "recompute", f"{_name_of(layer, module)}.{parameter} is trained", None
         return "structured", "", plans
 
-    def _unstructured(self, layer: nn.Module, others: dict[str, Any] | None) -> str:
-        """Why a call cannot run structured, or an empty string."""
+    def _unstructured(self, layer: nn.Module, survey: _Survey, others: dict[str, Any] | None) -> str:
+        """Why a call cannot run structured whatever its projections are, or an empty string."""
         if self.layout is None:
             return f"the layout of {type(layer).__name__} is not known"
         if self.refusal or self.verdict:
             return self.refusal or self.verdict or ""
-        for name, module in layer.named_modules():
-            if hasattr(module, "_hf_hook") and name:
-                return f"{name} is managed by accelerate's hooks (offloading)"
+        if survey.managed is not None:
+            return f"{_name_of(layer, survey.managed)} is managed by accelerate's hooks (offloading)"
         for name in self.layout.norms:
             norm = part(layer, name)
-            if any(p.requires_grad for p in norm.parameters()):
-                return f"{name} is trained"
             if norm._forward_hooks or norm._forward_pre_hooks or "forward" in norm.__dict__:
                 return f"{name} has hooks or a replaced forward"
         attention = part(layer, self.layout.attention)
         if "forward" in attention.__dict__ or attention._forward_pre_hooks or _foreign_hooks(attention):
             return f"{self.layout.attention} has hooks or a replaced forward"
-        outside = {f"{name}." for name in (*self.layout.linears, *self.layout.norms)}
-        for name, parameter in layer.named_parameters():
-            if parameter.requires_grad and not any(name.startswith(prefix) for prefix in outside):
-                return f"{name} is trained"
         if others is not None:
             if others.get("encoder_hidden_states") is not None:
                 return "cross-attention is not part of the layout"
             if any(t.requires_grad for t in pack(others)[1]):
                 return "another argument than the hidden states wants a gradient"
         return ""
+
+
+@dataclass(slots=True)
+class _Survey:
+    """What one walk over a layer's modules finds; a call asks for it every time, so it is one walk without names.
+
+    Attributes:
+        adapted: PEFT's LoRA layers.
+        trained: modules with a parameter that wants a gradient, and the parameter's name.
+        managed: a module below the layer that accelerate's hooks manage, or ``None``.
+    """
+
+    adapted: list[nn.Module]
+    trained: list[tuple[nn.Module, str]]
+    managed: nn.Module | None
+
+    @staticmethod
+    def of(layer: nn.Module) -> _Survey:
+        found = _Survey([], [], None)
+        for module in layer.modules():
+            fields = module.__dict__
+            if "lora_A" in fields["_modules"]:
+                found.adapted.append(module)
+            for name, parameter in fields["_parameters"].items():
+                if parameter is not None and parameter.requires_grad:
+                    found.trained.append((module, name))
+            if "_hf_hook" in fields and module is not layer:
+                found.managed = module
+        return found
+
+    def unreplayable(self, layer: nn.Module, others: dict[str, Any] | None) -> str:
+        """Why the block must not be run twice, or an empty string."""
+        active = False
+        for module in self.adapted:
+            # PEFT hands per-call arguments (adapter_names, aLoRA offsets) to layers by temporary pre-hooks
+            if module._forward_pre_hooks:
+                return f"{_name_of(layer, module)}: per-call arguments arrive through hooks that a re-run would not see"
+            for adapter in module.active_adapters:
+                if adapter not in module.lora_A:
+                    continue
+                active = active or not (module.disable_adapters or module.merged)
+                variant = module.lora_variant.get(adapter)
+                if type(variant).__name__.startswith("ALora"):
+                    return (
+                        f"{_name_of(layer, module)}: aLoRA gets its offsets through hooks that a re-run would not see"
+                    )
+        if not active and not self.trained:
+            return "no active adapter or trained weight in this block"
+        if others is not None:
+            if filled_cache(others):
+                return "a filled key-value cache is passed, to which a re-run would append"
+            configs = [getattr(module, "config", None) for module in (layer, *layer.children())]
+            if others.get("output_attentions") or any(getattr(c, "output_attentions", False) for c in configs):
+                return "attention weights are asked for"
+        return ""
+
+
+def _name_of(layer: nn.Module, module: nn.Module) -> str:
+    return next((name for name, m in layer.named_modules() if m is module), type(module).__name__)
 
 
 def strict_message(layer: str, reason: str) -> str:
@@ -215,38 +284,10 @@ def strict_message(layer: str, reason: str) -> str:
     )
 
 
-def _unreplayable(layer: nn.Module, others: dict[str, Any] | None) -> str:
-    """Why a block must not be run twice, or an empty string."""
-    for name, module in layer.named_modules():
-        if hasattr(module, "lora_variant") and module.active_adapters:
-            for adapter in module.active_adapters:
-                variant = module.lora_variant.get(adapter)
-                if variant is not None and type(variant).__name__.startswith("ALora"):
-                    return f"{name}: aLoRA gets its offsets through hooks that a re-run would not see"
-        # PEFT hands per-call arguments (adapter_names, aLoRA offsets) to layers by temporary pre-hooks
-        if hasattr(module, "lora_A") and module._forward_pre_hooks:
-            return f"{name}: per-call arguments arrive through hooks that a re-run would not see"
-    if not any(p.requires_grad for p in layer.parameters()) and not _has_active_adapter(layer):
-        return "no active adapter or trained weight in this block"
-    if others is not None:
-        if filled_cache(others):
-            return "a filled key-value cache is passed, to which a re-run would append"
-        if others.get("output_attentions") or getattr(getattr(layer, "config", None), "output_attentions", False):
-            return "attention weights are asked for"
-    return ""
-
-
-def _has_active_adapter(layer: nn.Module) -> bool:
-    """Whether an adapter takes part (replicas of DataParallel have no parameters to ask)."""
-    for module in layer.modules():
-        if hasattr(module, "lora_A") and not module.disable_adapters and not module.merged:
-            if any(a in module.lora_A for a in module.active_adapters):
-                return True
-    return False
-
-
 def _foreign_hooks(module: nn.Module) -> bool:
-    """Forward hooks other than transformers' output capture, which stays installed and idle unless outputs are asked for."""
+    """Forward hooks other than transformers' output capture, which stays installed and idle unless outputs are asked
+    for.
+    """
     return any("output_capturing_hook" not in getattr(h, "__qualname__", "") for h in module._forward_hooks.values())
 
 
@@ -272,9 +313,11 @@ def _activation(mlp: nn.Module, layout: Layout, layer: nn.Module) -> Activation:
 
 
 def _uncheckpointed(cls: type[nn.Module]) -> Callable[..., Any]:
-    """A layer class's forward without transformers' checkpointing wrapper (transformers >= 5.20 checkpoints inside ``forward``).
+    """A layer class's forward without transformers' checkpointing wrapper (transformers >= 5.20 checkpoints inside
+    ``forward``).
 
-    Older releases checkpoint in ``__call__``: there a block is checkpointed twice, which is exact and costs one more forward.
+    Older releases checkpoint in ``__call__``: there a block is checkpointed twice, which is exact and costs one more
+        forward.
     """
     forward: Any = cls.forward
     while getattr(getattr(forward, "__code__", None), "co_name", "") == "forward_with_checkpointing":

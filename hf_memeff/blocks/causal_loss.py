@@ -1,7 +1,9 @@
 """The tiled loss of a causal LM: a training call with labels never builds whole logits.
 
-The model's own forward runs as it is, so that argument handling, auxiliary losses and outputs stay its own. For the duration of one call its head computes the tiled
-loss instead of logits, and its loss function hands that loss on. Which logits the model would have made (scale, softcap) is read from its config and proven on
+The model's own forward runs as it is, so that argument handling, auxiliary losses and outputs stay its own. For the
+duration of one call its head computes the tiled
+loss instead of logits, and its loss function hands that loss on. Which logits the model would have made (scale,
+softcap) is read from its config and proven on
 random hidden states before it is used.
 """
 
@@ -27,13 +29,14 @@ from hf_memeff.ops.linear_cross_entropy import linear_cross_entropy
 
 logger = logging.getLogger("hf_memeff")
 
-_TILE_INPUTS = 4  # an automatic tile of the loss takes as many bytes as this many block inputs
-_SMALLEST_TILE_BYTES = 2**20
+_REASON = "hf_memeff runs blocks and loss by hand, outside of the compiled graph"
 
 
 @dataclass(frozen=True)
 class HeadRule:
-    """What a model does to ``lm_head``'s output: ``softcap tanh(scale z / softcap)``; ``softcap`` is ``None`` without one."""
+    """What a model does to ``lm_head``'s output: ``softcap tanh(scale z / softcap)``; ``softcap`` is ``None`` without
+    one.
+    """
 
     scale: float = 1.0
     softcap: float | None = None
@@ -64,9 +67,11 @@ class LossForward:
         mode: ``auto``, ``always`` or ``never``, as ``EngineOptions.tiled_loss``.
         tile_bytes: bytes of float32 logits in one tile, or ``None`` for automatic.
         rule: what the model does to its head's output.
-        verdict: why the check on random hidden states refused tiling; empty if it passed; ``None`` while it has not run.
+        verdict: why the check on random hidden states refused tiling; empty if it passed; ``None`` while it has not
+            run.
         previous: a forward that was already set on the instance.
-        owner: the model, for callers that took this forward off it (TRL's fused head keeps a reference to it); dropped by copies.
+        owner: the model, for callers that took this forward off it (TRL's fused head keeps a reference to it);
+            dropped by copies.
     """
 
     mode: str
@@ -93,7 +98,7 @@ class LossForward:
                 "got a model's forward without its forward pre-hook, expected both or neither. "
                 "Call the model itself, and undo hf_memeff with detach(model)."
             )
-        own = self.previous if self.previous is not None else getattr(type(model), "forward").__get__(model)
+        own = self.previous if self.previous is not None else type(model).forward.__get__(model)
         if not self.active or _labels(own, args, kwargs) is None:
             return own(*args, **kwargs)
         if self.mode == "never" or (self.mode == "auto" and not model.training):
@@ -113,11 +118,14 @@ def _labels(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     return inspect.signature(own).bind_partial(*args, **kwargs).arguments.get("labels")
 
 
+@torch.compiler.disable(reason=_REASON)
 def _tiled_call(
     model: nn.Module, forward: LossForward, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run the model's own forward with a head that keeps the hidden states and a loss function that takes them in tiles."""
-    head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
+    """Run the model's own forward with a head that keeps the hidden states and a loss function that takes them in
+    tiles.
+    """
+    head: nn.Module = model.get_output_embeddings()
     kept: dict[str, Tensor] = {}
 
     def keep_hidden(hidden: Tensor) -> Tensor:
@@ -144,7 +152,7 @@ def _tiled_call(
 
 def _causal_lm_loss(
     hidden: Tensor,
-    head: nn.Module,
+    head: Any,
     labels: Tensor,
     forward: LossForward,
     num_items_in_batch: Tensor | int | None = None,
@@ -156,7 +164,7 @@ def _causal_lm_loss(
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     shift_labels = shift_labels.to(hidden.device)
-    weight: Tensor = head.weight  # type: ignore[assignment]
+    weight: Tensor = head.weight
     if num_items_in_batch is None:
         count: Tensor | int = (shift_labels != ignore_index).sum()
     else:
@@ -167,31 +175,34 @@ def _causal_lm_loss(
         hidden,
         weight,
         shift_labels.reshape(hidden.shape[:-1]),
-        bias=head.bias,  # type: ignore[arg-type]
+        bias=head.bias,
         ignore_index=ignore_index,
         softcap=forward.rule.softcap,
         scale=forward.rule.scale,
-        tile_bytes=forward.tile_bytes or max(_SMALLEST_TILE_BYTES, _TILE_INPUTS * hidden.numel() * hidden.element_size()),
+        tile_bytes=forward.tile_bytes or automatic_tile_bytes(hidden),
     )
     return total / count
 
 
 def _float64_loss(
-    hidden: Tensor, head: nn.Module, labels: Tensor, rule: HeadRule, ignore_index: int, count: Tensor | int
+    hidden: Tensor, head: Any, labels: Tensor, rule: HeadRule, ignore_index: int, count: Tensor | int
 ) -> Tensor:
     """The loss of float64 hidden states, in checkpointed tiles of 64 rows.
 
-    transformers rounds float64 logits to float32 before its loss. Doing the same operations in the same order keeps a float64 comparison with stock LoRA, whose
+    transformers rounds float64 logits to float32 before its loss. Doing the same operations in the same order keeps a
+    float64 comparison with stock LoRA, whose
     point is exactness, free of rounding noise; speed does not matter there.
     """
 
     def tile_loss(h: Tensor, tile_labels: Tensor) -> Tensor:
-        logits = nn.functional.linear(h, head.weight, head.bias)  # type: ignore[arg-type]
+        logits = nn.functional.linear(h, head.weight, head.bias)
         if rule.scale != 1.0:
             logits = logits * rule.scale
         if rule.softcap is not None:
             logits = torch.tanh(logits / rule.softcap) * rule.softcap
-        return nn.functional.cross_entropy(logits.float(), tile_labels, ignore_index=ignore_index, reduction="sum") / count
+        return (
+            nn.functional.cross_entropy(logits.float(), tile_labels, ignore_index=ignore_index, reduction="sum") / count
+        )
 
     flat, flat_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     parts = [
@@ -201,9 +212,20 @@ def _float64_loss(
     return torch.stack(parts).sum()
 
 
+def automatic_tile_bytes(hidden: Tensor) -> int:
+    """Bytes of float32 logits in one tile where the user names none: 4 block inputs, at least 1 MiB.
+
+    Four inputs are what a block's own backward pass holds beside them, so that the loss does not raise a step's peak.
+
+    Args:
+        hidden: (..., D), the last hidden states.
+    """
+    return max(2**20, 4 * hidden.numel() * hidden.element_size())
+
+
 def untileable(model: nn.Module, forward: LossForward) -> str:
     """Why the loss of a training call cannot be tiled, or an empty string."""
-    head = model.get_output_embeddings()  # type: ignore[operator]
+    head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         return f"the head is a {type(head).__name__} (adapted, trained or replaced)"
     if any(p.requires_grad for p in head.parameters()):
@@ -233,12 +255,13 @@ class _Stop(Exception):
 def _check_rule(model: nn.Module, forward: LossForward) -> str:
     """Prove the head rule: feed random hidden states to the model's own head path, without running its blocks.
 
-    The backbone's forward is replaced on the instance for this one call. Random state, modes and gradients stay as they are.
+    The backbone's forward is replaced on the instance for this one call. Random state, modes and gradients stay as
+    they are.
     """
     backbone = model.base_model
     if backbone is model:
         return "the model has no separate backbone"
-    weight = model.get_output_embeddings().weight  # type: ignore[operator]
+    weight = model.get_output_embeddings().weight
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(1, 5, weight.shape[-1], generator=generator).to(weight.device, weight.dtype)
     labels = torch.zeros(1, 5, dtype=torch.long, device=weight.device)
@@ -258,7 +281,7 @@ def _check_rule(model: nn.Module, forward: LossForward) -> str:
         for name in hooks:
             backbone.__dict__[name] = type(hooks[name])()
         with torch.no_grad(), replayed_rng(states, weight.device), torch.autocast(weight.device.type, enabled=False):
-            getattr(type(model), "forward")(model, input_ids=labels, labels=labels)
+            type(model).forward(model, input_ids=labels, labels=labels)
         return "the model's forward does not call its loss function"
     except _Stop as reached:
         logits = reached.logits.float()
@@ -277,7 +300,7 @@ def _check_rule(model: nn.Module, forward: LossForward) -> str:
             hidden,
             weight,
             labels,
-            bias=model.get_output_embeddings().bias,  # type: ignore[operator]
+            bias=model.get_output_embeddings().bias,
             scale=forward.rule.scale,
             softcap=forward.rule.softcap,
         )
@@ -314,7 +337,9 @@ def _say_once(reason: str) -> None:
 def hand_over_to_loss(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Forward pre-hook of a causal LM: give the model being called to the attached forward, unless something was put on top of it."""
+    """Forward pre-hook of a causal LM: give the model being called to the attached forward, unless something was put
+    on top of it.
+    """
     if isinstance(module.__dict__.get("forward"), LossForward):
         return args, kwargs | {SELF: Holder(module)}
     return None
@@ -340,7 +365,7 @@ def attach_loss(model: nn.Module, options: EngineOptions) -> None:
     )
     forward.owner = weakref.ref(model)
     # Trainer and generate() read the arguments a model takes from its forward's signature
-    forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
+    forward.__dict__["__signature__"] = inspect.signature(model.forward)
     forward.__dict__["__wrapped__"] = type(model).forward
     forward.__dict__["__name__"] = "forward"
     model.__dict__["forward"] = forward

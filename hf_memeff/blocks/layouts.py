@@ -1,7 +1,9 @@
 """How each model family's decoder block is laid out.
 
-A layout names the parts of a block and the order of its two residual steps; the attention between its projections (rotary embedding, query and key norms, softcap,
-sinks, the kernel) is always the layer's own code. A layout is a claim: the self-check tests it on the real layer before it is used.
+A layout names the parts of a block and the order of its two residual steps; the attention between its projections
+(rotary embedding, query and key norms, softcap,
+sinks, the kernel) is always the layer's own code. A layout is a claim: the self-check tests it on the real layer
+before it is used.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from hf_memeff.ops.norms import NormOp
 class Layout:
     """Names of the parts of a block, as attributes of the layer (dots reach into children).
 
-    ``h1 = h + s drop(post_norm(output(attention(projections(input_norm(h))))))`` and ``y = h1 + s drop(post_norm(mlp(mlp_norm(h1))))``.
+    ``h1 = h + s drop(post_norm(output(attention(projections(input_norm(h))))))`` and ``y = h1 + s
+    drop(post_norm(mlp(mlp_norm(h1))))``.
 
     Attributes:
         name: the family, as the status report shows it.
@@ -157,7 +160,8 @@ class NormConvention:
 def norm_convention(norm: nn.Module) -> NormConvention | None:
     """Find a norm's convention by what it computes, on 3 random rows in bfloat16, float32 and float64.
 
-    The weights are replaced for the probe alone, so that a weight of ones cannot hide the difference between ``w`` and ``1 + w``. ``None`` for anything that
+    The weights are replaced for the probe alone, so that a weight of ones cannot hide the difference between ``w``
+    and ``1 + w``. ``None`` for anything that
     is neither LayerNorm nor one of the three RMSNorms.
     """
     if type(norm) is nn.LayerNorm:
@@ -207,4 +211,4 @@ def _norm_op(norm: nn.Module, weight: Tensor | None, bias: Tensor | None, conven
 
 def norm_op(norm: nn.Module, convention: NormConvention) -> NormOp:
     """The op of a norm module whose convention is known."""
-    return _norm_op(norm, norm.weight, getattr(norm, "bias", None), convention)
+    return _norm_op(norm, getattr(norm, "weight", None), getattr(norm, "bias", None), convention)

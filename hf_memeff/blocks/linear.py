@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +21,12 @@ from hf_memeff.ops.precision import accumulation_dtype, autocast_dtype
 class WeightLinear(nn.Linear):
     """An adapter factor that hands out its weight through a module call.
 
-    FSDP and ZeRO-3 gather a sharded weight only inside the call of the module that owns it; reading ``.weight`` from outside sees a shard. State-dict keys are
+    FSDP and ZeRO-3 gather a sharded weight only inside the call of the module that owns it; reading ``.weight`` from
+    outside sees a shard. State-dict keys are
     those of ``nn.Linear``.
     """
 
-    def forward(self, input: Tensor | None = None) -> Tensor:  # noqa: A002 (the name nn.Linear uses)
+    def forward(self, input: Tensor | None = None) -> Tensor:
         """Return a copy of the weight (``input`` is ``None``), or the linear map of ``input``."""
         return self.weight.clone() if input is None else F.linear(input, self.weight, self.bias)
 
@@ -34,8 +36,8 @@ class TermPlan:
     """One active adapter of a projection."""
 
     adapter: str
-    lora_a: nn.Module
-    lora_b: nn.Module
+    lora_a: Any
+    lora_b: Any
     scaling: float
     dropout: nn.Module
 
@@ -52,7 +54,7 @@ class LinearPlan:
         reason: empty for a direct layer.
     """
 
-    base: nn.Module
+    base: Any
     direct: bool
     transposed: bool = False
     terms: tuple[TermPlan, ...] = field(default=())
@@ -66,10 +68,7 @@ class LinearPlan:
 
     def draw_masks(self, rows: int, device: torch.device) -> list[DropMask | None]:
         """Draw each term's dropout mask whole, in PEFT's order."""
-        return [
-            draw_mask(t.dropout, rows, t.lora_a.in_features, t.lora_a.weight.dtype, device)  # type: ignore[arg-type]
-            for t in self.terms
-        ]
+        return [draw_mask(t.dropout, rows, t.lora_a.in_features, t.lora_a.weight.dtype, device) for t in self.terms]
 
     def build(
         self,
@@ -78,7 +77,7 @@ class LinearPlan:
         device_type: str,
         needs: Iterator[bool] | None = None,
     ) -> LinearOp:
-        """Make the op for one pass from the adapter tensors; ``needs`` (backward) says which of them want a gradient."""
+        """Make the op for one pass from the adapter tensors; ``needs`` (backward) says which want a gradient."""
         terms = []
         for term, mask in zip(self.terms, masks, strict=True):
             a, b = next(tensors), next(tensors)
@@ -94,17 +93,20 @@ class LinearPlan:
         weight, bias = self.base.weight, self.base.bias
         dtype = autocast_dtype(device_type) or weight.dtype
         weight = weight.to(dtype)
-        return LinearOp(weight.t() if self.transposed else weight, bias.to(dtype) if bias is not None else None, terms=terms)
+        return LinearOp(
+            weight.t() if self.transposed else weight, bias.to(dtype) if bias is not None else None, terms=terms
+        )
 
 
-def plan_linear(module: nn.Module) -> LinearPlan | str:
+def plan_linear(module: Any) -> LinearPlan | str:
     """Say how a projection can be computed outside its own forward, or why it cannot.
 
     Args:
         module: a PEFT LoRA layer, a linear layer, or anything else that maps (N, Din) to (N, Dout).
 
     Returns:
-        The plan, or a reason: a PEFT variant with a forward of its own, hooks that a hand-written pass would skip, trained base weights.
+        The plan, or a reason: a PEFT variant with a forward of its own, hooks that a hand-written pass would skip,
+            trained base weights.
     """
     if _has_hooks(module):
         return "it has forward hooks, which a structured pass would skip"
@@ -113,7 +115,9 @@ def plan_linear(module: nn.Module) -> LinearPlan | str:
     if not hasattr(module, "lora_A"):
         return f"{type(module).__name__} has a forward of its own"
     if module.merged:
-        return "merged adapters with adapters disabled" if module.disable_adapters else _plan_base(module.base_layer, ())
+        return (
+            "merged adapters with adapters disabled" if module.disable_adapters else _plan_base(module.base_layer, ())
+        )
     terms = []
     if not module.disable_adapters:
         for adapter in module.active_adapters:
@@ -136,7 +140,7 @@ def plan_linear(module: nn.Module) -> LinearPlan | str:
     return _plan_base(module.base_layer, tuple(terms))
 
 
-def _unstructured_adapter(module: nn.Module, adapter: str) -> str:
+def _unstructured_adapter(module: Any, adapter: str) -> str:
     """Why an adapter runs through PEFT's own forward, or an empty string."""
     variant = getattr(module, "lora_variant", {}).get(adapter)
     if variant is not None:
@@ -150,10 +154,10 @@ def _unstructured_adapter(module: nn.Module, adapter: str) -> str:
     return ""
 
 
-def _plan_base(base: nn.Module, terms: tuple[TermPlan, ...]) -> LinearPlan | str:
+def _plan_base(base: Any, terms: tuple[TermPlan, ...]) -> LinearPlan | str:
     if _has_hooks(base):
         return "its base layer has forward hooks, which a structured pass would skip"
-    if any(p.requires_grad for p in base.parameters()):
+    if any(p.requires_grad for p in base.parameters(recurse=type(base) is not nn.Linear)):
         return "its base weights are trained"
     transposed = type(base).__name__ == "Conv1D" and hasattr(base, "nf")
     if type(base) is not nn.Linear and not transposed:
@@ -167,12 +171,14 @@ def _plan_base(base: nn.Module, terms: tuple[TermPlan, ...]) -> LinearPlan | str
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
-def _fetch(linear: nn.Module) -> Tensor:
+def _fetch(linear: Any) -> Tensor:
     """An adapter factor's weight: read where it is whole, through the module's call where FSDP or ZeRO-3 shards it."""
     weight = linear.weight
     if type(linear) in (WeightLinear, nn.Linear) and not hasattr(weight, "ds_id") and type(weight.data) is Tensor:
-        return weight  # type: ignore[return-value]
+        return weight
     return linear(None)

@@ -1,38 +1,59 @@
-"""Does the structured block compute what the layer computes? Asked once per distinct layout, on a short random input, before it is used."""
+"""Does the structured block compute what the layer computes? Asked once per distinct layout, on a short random input,
+before it is used.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from inspect import signature
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from hf_memeff.blocks.layouts import part
+from hf_memeff.blocks.layouts import Layout, part
+from hf_memeff.blocks.linear import LinearPlan
 from hf_memeff.ops.dropout import replayed_rng, save_rng
 
-if TYPE_CHECKING:
-    from hf_memeff.blocks.block import BlockForward
+
+class CheckedForward(Protocol):
+    """What the check needs of an attached forward (``BlockForward``)."""
+
+    layout: Layout | None
+
+    def path(self, layer: nn.Module) -> tuple[str, str, dict[str, LinearPlan] | None]: ...
+
+    def original(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any: ...
+
+    def structured(
+        self, layer: nn.Module, hidden: Tensor, others: dict[str, Any], plans: dict[str, LinearPlan]
+    ) -> Tensor: ...
+
 
 _BATCH, _TOKENS = 2, 7  # short, odd, and more than one sequence
 
-# Largest relative error (norm of the difference over the norm) that is rounding, by the coarsest dtype the layer computes in: a wrong formula shows as 1e-1 or more
+# Largest relative error (norm of the difference over the norm) that is rounding, by the coarsest dtype the layer
+# computes in: a wrong formula shows as 1e-1 or more
 # on the perturbed weights below, while two orders of summation differ by less than these.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 
 
 def needs_weights(layer: nn.Module) -> bool:
-    """Whether the layer's weights are not here yet (meta device, sharded, offloaded), so that the check has to wait for the first forward."""
+    """Whether the layer's weights are not here yet (meta device, sharded, offloaded), so that the check has to wait
+    for the first forward.
+    """
     return any(p.is_meta or type(p.data) is not Tensor or hasattr(p, "ds_id") for p in layer.parameters())
 
 
-def check_block(forward: BlockForward, layer: nn.Module) -> str:
+def check_block(forward: CheckedForward, layer: nn.Module) -> str:
     """Compare the structured block's output and gradients with the layer's own.
 
-    The adapters get random factors, a scaling of their own and dropout, the norms get random weights, all for the check alone: with LoRA's initial ``B = 0`` and
-    norms of ones most mistakes would cancel. Afterwards every parameter is the tensor it was, and random state, gradients, modes and hooks are untouched.
+    The adapters get random factors, a scaling of their own and dropout, the norms get random weights, all for the
+        check alone: with LoRA's initial ``B = 0`` and
+    norms of ones most mistakes would cancel. Afterwards every parameter is the tensor it was, and random state,
+    gradients, modes and hooks are untouched.
 
     Args:
         forward: the layer's attached forward, with a layout.
@@ -52,16 +73,17 @@ def check_block(forward: BlockForward, layer: nn.Module) -> str:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(_quiet_hooks(layer))
             stack.enter_context(_perturbed(layer, forward, generator))
-            path, reason, plans = forward.path(layer)
+            _, reason, plans = forward.path(layer)
             if plans is None:
                 return reason
             hidden = _random((_BATCH, _TOKENS, _width(layer, forward)), generator, dtype, device)
             others = _arguments(layer, forward, generator, dtype, device)
-            weights = [p for p in layer.parameters() if p.requires_grad]
+            weights: list[Tensor] = [p for p in layer.parameters() if p.requires_grad]
             expected = _run(lambda h: forward.original(layer, h, **others), hidden, weights)
             got = _run(lambda h: forward.structured(layer, h, others, plans), hidden, weights)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
-        return f"the self-check could not run it ({type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''})"
+        message = str(error).splitlines()[0][:160] if str(error) else ""
+        return f"the self-check could not run it ({type(error).__name__}: {message})"
     tolerance = max(_TOLERANCE.get(p.dtype, 6e-2) for p in [hidden, *weights, *_floating(layer)])
     names = ["the output", "the input's gradient", *[n for n, p in layer.named_parameters() if p.requires_grad]]
     for name, a, b in zip(names, expected, got, strict=True):
@@ -92,7 +114,9 @@ def _floating(layer: nn.Module) -> list[Tensor]:
 
 
 def _compute_place(layer: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Device of the layer, and the dtype its hidden states have: that of its base norms, else of its first floating weight."""
+    """Device of the layer, and the dtype its hidden states have: that of its base norms, else of its first floating
+    weight.
+    """
     floating = [(n, p) for n, p in layer.named_parameters() if p.is_floating_point() and "lora_" not in n]
     for _, p in floating:
         if p.dim() == 1:
@@ -100,15 +124,15 @@ def _compute_place(layer: nn.Module) -> tuple[torch.device, torch.dtype]:
     return floating[0][1].device, floating[0][1].dtype
 
 
-def _width(layer: nn.Module, forward: BlockForward) -> int:
+def _width(layer: nn.Module, forward: CheckedForward) -> int:
     assert forward.layout is not None
     for name in forward.layout.norms:
-        return int(part(layer, name).weight.shape[0])  # type: ignore[union-attr]
+        return int(part(layer, name).weight.shape[0])
     raise ValueError(f"layout {forward.layout.name} has no norm to read the hidden size from")
 
 
 def _arguments(
-    layer: nn.Module, forward: BlockForward, generator: torch.Generator, dtype: torch.dtype, device: torch.device
+    layer: nn.Module, forward: CheckedForward, generator: torch.Generator, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Any]:
     """Arguments as the model would pass them: random rotary angles where the layer takes some, positions, no mask."""
     assert forward.layout is not None
@@ -124,8 +148,6 @@ def _arguments(
 
 
 def _keywords(layer: nn.Module) -> tuple[str, ...]:
-    from inspect import signature
-
     return tuple(signature(type(layer).forward).parameters)
 
 
@@ -134,8 +156,10 @@ def _random(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dty
 
 
 @contextmanager
-def _perturbed(layer: nn.Module, forward: BlockForward, generator: torch.Generator) -> Iterator[None]:
-    """Random adapter factors, scalings, dropout and norm weights for the duration; the same tensors and modules come back."""
+def _perturbed(layer: nn.Module, forward: CheckedForward, generator: torch.Generator) -> Iterator[None]:
+    """Random adapter factors, scalings, dropout and norm weights for the duration; the same tensors and modules come
+    back.
+    """
     assert forward.layout is not None
     undo: list[Any] = []
     modes = [(m, m.training) for m in layer.modules()]
@@ -145,10 +169,9 @@ def _perturbed(layer: nn.Module, forward: BlockForward, generator: torch.Generat
         for module in list(layer.modules()):
             if hasattr(module, "lora_A"):
                 _perturb_adapter(module, generator, undo)
-        norms = [m for m in layer.modules() if isinstance(getattr(m, "weight", None), Tensor) and m.weight.dim() == 1]  # type: ignore[operator]
-        for norm in norms:
-            weight = norm.weight
-            _swap_data(weight, _random(tuple(weight.shape), generator, weight.dtype, weight.device).mul_(0.3).add_(weight.data), undo)  # type: ignore[arg-type]
+        for weight in [p for m in layer.modules() for p in m.parameters(recurse=False) if p.dim() == 1]:
+            noise = _random(tuple(weight.shape), generator, weight.dtype, weight.device)
+            _swap_data(weight, noise.mul_(0.3).add_(weight.data), undo)
         for name in forward.layout.dropouts:
             dropout = part(layer, name)
             if isinstance(dropout, nn.Dropout):
@@ -162,19 +185,19 @@ def _perturbed(layer: nn.Module, forward: BlockForward, generator: torch.Generat
             module.training = training
 
 
-def _perturb_adapter(module: nn.Module, generator: torch.Generator, undo: list[Any]) -> None:
+def _perturb_adapter(module: Any, generator: torch.Generator, undo: list[Any]) -> None:
     for adapter in module.active_adapters:
-        if adapter not in module.lora_A:  # type: ignore[operator]
+        if adapter not in module.lora_A:
             continue
         for factors in (module.lora_A, module.lora_B):
-            weight = factors[adapter].weight  # type: ignore[index]
+            weight = factors[adapter].weight
             _swap_data(weight, _random(tuple(weight.shape), generator, weight.dtype, weight.device).mul_(0.2), undo)
-        scaling: dict[str, float] = module.scaling  # type: ignore[assignment]
+        scaling: dict[str, float] = module.scaling
         undo.append((scaling.__setitem__, (adapter, scaling[adapter])))
         scaling[adapter] = 0.37
-        if type(module.lora_dropout[adapter]) in (nn.Identity, nn.Dropout):  # type: ignore[index]
-            undo.append((module.lora_dropout.__setitem__, (adapter, module.lora_dropout[adapter])))  # type: ignore[index, union-attr]
-            module.lora_dropout[adapter] = nn.Dropout(0.25)  # type: ignore[index]
+        if type(module.lora_dropout[adapter]) in (nn.Identity, nn.Dropout):
+            undo.append((module.lora_dropout.__setitem__, (adapter, module.lora_dropout[adapter])))
+            module.lora_dropout[adapter] = nn.Dropout(0.25)
 
 
 def _swap_data(parameter: Tensor, data: Tensor, undo: list[Any]) -> None:

@@ -12,7 +12,8 @@ class PathReport:
 
     Attributes:
         name: module name.
-        path: blocks: ``structured``, ``recompute`` or ``off``. Linears: ``structured``, ``lean`` or ``peft``. Loss: ``tiled`` or ``logits``.
+        path: blocks: ``structured``, ``recompute`` or ``off``. Linears: ``structured``, ``lean`` or ``peft``. Loss:
+            ``tiled`` or ``logits``.
         reason: why it is not on the first of these; empty if it is.
     """
 

@@ -1,9 +1,13 @@
 """The structured block: runs a decoder block keeping its input alone, and differentiates it piece by piece.
 
-Forward: projections in row tiles, the layer's own attention, then output projection and MLP in row tiles; nothing but the block's input is kept.
-Backward (MeSP, arXiv 2602.13069, section 3; the row tiles and the kept rows are ours): projections and attention are re-run, the attention as the only
-piece with a graph; tile by tile the tail (output projection, MLP) is re-run and differentiated by hand; then the attention's own backward; then the head
-(input norm, projections) tile by tile. Alive at the peak: the incoming and outgoing gradient, the attention's queries, keys, values, output and its gradient, one tile of the MLP.
+Forward: projections in row tiles, the layer's own attention, then output projection and MLP in row tiles; nothing but
+    the block's input is kept.
+Backward (MeSP, arXiv 2602.13069, section 3; the row tiles and the kept rows are ours): projections and attention are
+re-run, the attention as the only
+piece with a graph; tile by tile the tail (output projection, MLP) is re-run and differentiated by hand; then the
+attention's own backward; then the head
+(input norm, projections) tile by tile. Alive at the peak: the incoming and outgoing gradient, the attention's
+queries, keys, values, output and its gradient, one tile of the MLP.
 """
 
 from __future__ import annotations
@@ -43,7 +47,8 @@ class BlockCall:
         store: where the block's input waits.
         remaining: how many inputs of this size the step still has to store, this one included.
         tile: rows of one tile.
-        rows: kept rows T (int64, sorted, indices into the N flattened rows) or ``None`` for all: backward runs over them alone, the gradient of every other
+        rows: kept rows T (int64, sorted, indices into the N flattened rows) or ``None`` for all: backward runs over
+            them alone, the gradient of every other
             row is the incoming one, and keys and values of other rows are constants.
     """
 
@@ -71,7 +76,9 @@ class _Given(nn.Module):
 
 
 class _GraphStart(torch.autograd.Function):
-    """Gives a tensor a place in a graph without being a leaf, so that its storage can be freed once the attention has read it."""
+    """Gives a tensor a place in a graph without being a leaf, so that its storage can be freed once the attention has
+    read it.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
@@ -85,7 +92,8 @@ class _GraphStart(torch.autograd.Function):
 class _GraphEnd(torch.autograd.Function):
     """Starts the attention's backward from a gradient that nobody else holds.
 
-    ``torch.autograd.grad`` keeps its ``grad_outputs`` alive until it returns; a gradient handed over in ``cell`` is freed as soon as the attention kernel has read it.
+    ``torch.autograd.grad`` keeps its ``grad_outputs`` alive until it returns; a gradient handed over in ``cell`` is
+    freed as soon as the attention kernel has read it.
     """
 
     @staticmethod
@@ -99,9 +107,11 @@ class _GraphEnd(torch.autograd.Function):
 
 
 def _attend(call: BlockCall, projected: Sequence[Tensor], hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    """Run the layer's own attention on given projections and return what its output projection would read, (B, S, H * head size).
+    """Run the layer's own attention on given projections and return what its output projection would read, (B, S, H *
+    head size).
 
-    The attention module is copied shallowly, its projections replaced by their known outputs and its output projection by the identity: the layer's own forward then
+    The attention module is copied shallowly, its projections replaced by their known outputs and its output
+        projection by the identity: the layer's own forward then
     computes everything between them, with whatever kernel the model is set to. The module itself is not touched.
     """
     layout, attention = call.layout, part(call.layer, call.layout.attention)
@@ -122,7 +132,9 @@ def _attend(call: BlockCall, projected: Sequence[Tensor], hidden: Tensor, kwargs
 class _Pass:
     """The pieces of a block, made ready for one forward or backward pass."""
 
-    def __init__(self, call: BlockCall, hidden: Tensor, tensors: Sequence[Tensor], needs: Sequence[bool] | None) -> None:
+    def __init__(
+        self, call: BlockCall, hidden: Tensor, tensors: Sequence[Tensor], needs: Sequence[bool] | None
+    ) -> None:
         self.call, self.layout, self.device = call, call.layout, hidden.device
         self.count, self.width, self.dtype = hidden.shape[:-1].numel(), hidden.shape[-1], hidden.dtype
         self._tensors, self._needs = tensors, needs
@@ -172,7 +184,9 @@ class _Pass:
         return draw_mask(part(self.call.layer, name), self.count, self.width, dtype, self.device)
 
     def _branch(self, x: Tensor, mask: DropMask | None, rows: slice | Tensor) -> Tensor:
-        """What a branch adds to the residual stream: dropout, then the residual scale. Linear, so it is its own transpose."""
+        """What a branch adds to the residual stream: dropout, then the residual scale. Linear, so it is its own
+        transpose.
+        """
         if mask is not None:
             x = mask.apply(x, rows)
         return x * self.residual_scale if self.residual_scale != 1.0 else x
@@ -183,7 +197,7 @@ class _Pass:
         return [op.forward(x, rows) for op in self.projections]
 
     def _after_attention(self, h: Tensor, attended: Tensor, rows: slice | Tensor) -> tuple[Tensor | None, Tensor]:
-        """The attention's projected output where a post-norm needs it in backward, and the residual stream behind it."""
+        """The projected attention output where a post-norm needs it in backward, and the residual stream behind it."""
         o = self.output.forward(attended, rows)
         if self.attention_out_norm is None:
             return None, h + self._branch(o, self.attention_mask, rows)
@@ -257,9 +271,11 @@ def _project(pass_: _Pass, flat: Tensor, shape: torch.Size) -> list[Tensor]:
 
 
 class StructuredBlock(torch.autograd.Function):
-    """One decoder block. Inputs: the hidden states, a ``BlockCall``, the adapter tensors (A, Bm per adapter), the tensors among the layer's other arguments.
+    """One decoder block. Inputs: the hidden states, a ``BlockCall``, the adapter tensors (A, Bm per adapter), the
+    tensors among the layer's other arguments.
 
-    Saved for backward: the block input as the store keeps it, references to the adapter tensors and to the arguments' tensors (shared by all blocks), 5,056 bytes
+    Saved for backward: the block input as the store keeps it, references to the adapter tensors and to the arguments'
+        tensors (shared by all blocks), 5,056 bytes
     of generator state and the accelerator's. Their number and shapes depend on shapes and configuration alone.
     """
 
@@ -337,7 +353,8 @@ def _attend_with_graph(
     """The attention with a graph of its own.
 
     Returns:
-        What the output projection reads, (B, S, H * head size), without graph; the graph's end; the cell that takes the gradient of the first; the places in the graph where
+        What the output projection reads, (B, S, H * head size), without graph; the graph's end; the cell that takes
+        the gradient of the first; the places in the graph where
         the gradients of the projections arrive.
     """
     cell: list[Tensor] = []

@@ -6,8 +6,9 @@ import dataclasses
 from typing import Any
 
 _MESSAGE = (
-    "got a read of outputs.logits, expected none in a training step whose loss is computed in tiles: its logits never exist. "
-    'Set tiled_loss="never" in the config to have them (at the cost of their memory), or read them in evaluation mode.'
+    "got a read of outputs.logits, expected none in a training step whose loss is computed in tiles: its logits never "
+    'exist. Set tiled_loss="never" in the config to have them (at the cost of their memory), or read them in '
+    "evaluation mode."
 )
 
 
@@ -25,7 +26,8 @@ def without_logits(output: Any) -> Any:
         output: a transformers ``ModelOutput``, or the tuple a call with ``return_dict=False`` returns.
 
     Returns:
-        An instance of a subclass of the output's class whose ``logits`` raise ``LogitsNotComputedError``; for a tuple, the tuple with ``None`` in their place.
+        An instance of a subclass of the output's class whose ``logits`` raise ``LogitsNotComputedError``; for a
+        tuple, the tuple with ``None`` in their place.
     """
     if isinstance(output, tuple):
         return (output[0], None, *output[2:])
@@ -52,4 +54,6 @@ def _subclass(cls: type) -> type:
         return parent.__getitem__(self, key)
 
     parent: Any = cls
-    return type(cls.__name__, (cls,), {"__post_init__": post_init, "__getattribute__": getattribute, "__getitem__": getitem})
+    return type(
+        cls.__name__, (cls,), {"__post_init__": post_init, "__getattribute__": getattribute, "__getitem__": getitem}
+    )

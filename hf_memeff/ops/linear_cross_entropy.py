@@ -1,8 +1,12 @@
-"""Cross-entropy of a linear head without the logits: ``sum_i -log softmax(post(W h_i + b))[label_i]`` over tiles of the vocabulary.
+"""Cross-entropy of a linear head without the logits: ``sum_i -log softmax(post(W h_i + b))[label_i]`` over tiles of
+the vocabulary.
 
-The gradient for the hidden states is formed in the forward pass, in one sweep over the vocabulary with a running maximum, as FlashAttention (arXiv 2205.14135,
-algorithm 1) does with keys that are their own values: a tile of logits is turned into weights ``exp(z - max)``, multiplied with its part of ``W`` at once, and forgotten. Tiles of
-classes keep all rows in one matrix product; tiles of 64 rows, the usual way, read the whole head once per tile, which took 3.5 times as long on a CPU (V = 49,152).
+The gradient for the hidden states is formed in the forward pass, in one sweep over the vocabulary with a running
+maximum, as FlashAttention (arXiv 2205.14135,
+algorithm 1) does with keys that are their own values: a tile of logits is turned into weights ``exp(z - max)``,
+multiplied with its part of ``W`` at once, and forgotten. Tiles of
+classes keep all rows in one matrix product; tiles of 64 rows, the usual way, read the whole head once per tile, which
+took 3.5 times as long on a CPU (V = 49,152).
 """
 
 from __future__ import annotations
@@ -25,25 +29,29 @@ class _Sweep:
 
     Attributes:
         top: (R, 1), largest logit so far.
-        others: (R, 1), sum of ``exp(z - top)`` over all classes but the label's. Kept apart from the label's own term, because the gradient needs ``1 - p_label`` to
+        others: (R, 1), sum of ``exp(z - top)`` over all classes but the label's. Kept apart from the label's own
+            term, because the gradient needs ``1 - p_label`` to
             full precision when ``p_label`` is almost 1.
         label_logit: (R, 1).
         label_slope: (R, 1), derivative of the label's logit by its raw logit (softcap and scale).
-        weighted: (R, D) sum of ``exp(z - top) dz/draw W`` over all classes but the label's, or ``None`` where no gradient is wanted.
+        weighted: (R, D) sum of ``exp(z - top) dz/draw W`` over all classes but the label's, or ``None`` where no
+            gradient is wanted.
     """
 
     def __init__(
         self, labels: Tensor, weighted: Tensor | None, softcap: float | None, scale: float, dtype: torch.dtype
     ) -> None:
-        wide = {"dtype": dtype, "device": labels.device}
+        empty = torch.zeros(len(labels), 1, dtype=dtype, device=labels.device)
         self.labels, self.weighted, self.softcap, self.scale = labels[:, None], weighted, softcap, scale
-        self.top = torch.full(self.labels.shape, -torch.inf, **wide)
-        self.others = torch.zeros(self.labels.shape, **wide)
-        self.label_logit = torch.zeros(self.labels.shape, **wide)
-        self.label_slope = torch.full(self.labels.shape, scale, **wide)
+        self.top = empty - torch.inf
+        self.others = empty.clone()
+        self.label_logit = empty.clone()
+        self.label_slope = empty + scale
 
     def see(self, z: Tensor, head: Tensor, first: int) -> None:
-        """Take in the raw logits ``z`` (R, C) of classes ``first`` to ``first + C``, whose weights are ``head`` (C, D); ``z`` is overwritten."""
+        """Take in the raw logits ``z`` (R, C) of classes ``first`` to ``first + C``, whose weights are ``head`` (C,
+        D); ``z`` is overwritten.
+        """
         slope = None
         if self.scale != 1.0:
             z.mul_(self.scale)
@@ -86,7 +94,9 @@ class _Sweep:
 
 
 def _blocks(rows: int, classes: int, tile_bytes: int) -> Iterator[tuple[slice, int]]:
-    """Cut the rows where needed, and say how many classes a tile of them holds, so that a tile stays within ``tile_bytes``."""
+    """Cut the rows where needed, and say how many classes a tile of them holds, so that a tile stays within
+    ``tile_bytes``.
+    """
     per_tile = max(1, tile_bytes // 4)
     height = max(1, min(rows, per_tile // min(classes, _FEWEST_CLASSES)))
     for start in range(0, rows, height):
@@ -155,7 +165,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Summed cross-entropy of a frozen linear head; the caller divides by its count.
 
-    ``z_i = softcap tanh(scale (W h_i + b) / softcap)``, ``loss = sum over labels_i != ignore_index of logsumexp(z_i) - z_i[labels_i]``.
+    ``z_i = softcap tanh(scale (W h_i + b) / softcap)``, ``loss = sum over labels_i != ignore_index of logsumexp(z_i)
+    - z_i[labels_i]``.
 
     Args:
         hidden: (..., D), any floating dtype.
@@ -165,13 +176,16 @@ def linear_cross_entropy(
         ignore_index: label of rows that do not count.
         softcap: > 0, or ``None``.
         scale: multiplies the raw logits, before the softcap.
-        tile_bytes: bytes of float32 logits alive at a time, >= 4 (twice that with a softcap); rows are split once a tile would hold fewer than 512 classes.
+        tile_bytes: bytes of float32 logits alive at a time, >= 4 (twice that with a softcap); rows are split once a
+            tile would hold fewer than 512 classes.
 
     Returns:
-        0-d float32 (float64 for float64 input). Saved for backward: the gradient for ``hidden``, N * D float32, only if ``hidden`` wants one.
+        0-d float32 (float64 for float64 input). Saved for backward: the gradient for ``hidden``, N * D float32, only
+        if ``hidden`` wants one.
 
     Raises:
-        ValueError: a trainable head, shapes that do not belong together, labels out of range, or a tile too small for one logit.
+        ValueError: a trainable head, shapes that do not belong together, labels out of range, or a tile too small for
+            one logit.
     """
     if weight.requires_grad or (bias is not None and bias.requires_grad):
         raise ValueError(
@@ -185,7 +199,8 @@ def linear_cross_entropy(
         )
     if tile_bytes < 4:
         raise ValueError(f"got tile_bytes={tile_bytes}, expected at least 4 (one float32 logit)")
-    if labels.device.type == "cpu" and labels.numel():  # on an accelerator this check would wait for the device; the kernel asserts there
+    # on an accelerator this check would wait for the device; the kernel asserts there
+    if labels.device.type == "cpu" and labels.numel():
         valid = (labels == ignore_index) | ((labels >= 0) & (labels < weight.shape[0]))
         if not bool(valid.all()):
             bad = int(labels[~valid].flatten()[0])

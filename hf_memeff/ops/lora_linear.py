@@ -49,6 +49,10 @@ class LoraTerm:
     def add_to(self, y: Tensor, x: Tensor, rows: Rows) -> Tensor:
         """Add the branch to ``y`` (T, Dout), in place where dtypes agree; the result keeps the dtype of ``y``."""
         hidden = self.input(x, rows) @ self.a.t()
+        if y.dtype in (torch.bfloat16, torch.float16) and y.dtype == self.b.dtype:
+            # LoRA rounds Bm's output, its scaling and the sum, one after the other: in half precision those roundings
+            # are as large as the differences between runs, and the same ones make the same losses
+            return y.add_((hidden @ self.b.t()).mul_(self.scaling))
         if y.dtype == self.b.dtype:
             return y.addmm_(hidden, self.b.t(), alpha=self.scaling)
         return torch.addmm(y.to(self.b.dtype), hidden, self.b.t(), alpha=self.scaling).to(y.dtype)
@@ -84,7 +88,8 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor, alpha: float) -> Non
 class LinearOp:
     """A frozen linear layer and its active adapters, ready to run on rows.
 
-    Exactly one of ``weight`` and ``call`` is set. ``call`` is the base layer's own forward, for weights that cannot be read
+    Exactly one of ``weight`` and ``call`` is set. ``call`` is the base layer's own forward, for weights that cannot
+    be read
     (quantised, sharded): its input gradient then comes from autograd, at the cost of one more forward of the layer.
 
     Attributes:
@@ -127,7 +132,9 @@ class LinearOp:
         return dx
 
     def outputs(self, part: slice) -> LinearOp:
-        """The same layer restricted to output features ``part``; its terms accumulate into the same gradients (views, no copies)."""
+        """The same layer restricted to output features ``part``; its terms accumulate into the same gradients (views,
+        no copies).
+        """
         assert self.weight is not None
         return LinearOp(
             self.weight[part],
@@ -139,7 +146,9 @@ class LinearOp:
         )
 
     def inputs(self, part: slice) -> LinearOp:
-        """The same layer restricted to input features ``part``, without bias: outputs and ``dBm`` of all parts add up to the whole layer's."""
+        """The same layer restricted to input features ``part``, without bias: outputs and ``dBm`` of all parts add up
+        to the whole layer's.
+        """
         assert self.weight is not None
         return LinearOp(
             self.weight[:, part],
@@ -183,7 +192,7 @@ class _LoraBranch(torch.autograd.Function):
         dtype = branch_dtype(a, x.device.type)
         drops = isinstance(dropout, nn.Dropout) and dropout.p > 0.0 and dropout.training
         states = save_rng(x.device) if drops else []
-        mask = draw_mask(dropout, *flat.shape, a.dtype, x.device)
+        mask = draw_mask(dropout, len(flat), flat.shape[1], a.dtype, x.device)
         ctx.scaling, ctx.compute_dtype = scaling, dtype
         ctx.probability = dropout.p if isinstance(dropout, nn.Dropout) and drops else 0.0
         ctx.save_for_backward(x, a, b, *states)
@@ -203,7 +212,7 @@ class _LoraBranch(torch.autograd.Function):
         mask = None
         if states:
             with replayed_rng(states, x.device):
-                mask = draw_mask(nn.Dropout(ctx.probability), *flat.shape, a.dtype, x.device)
+                mask = draw_mask(nn.Dropout(ctx.probability), len(flat), flat.shape[1], a.dtype, x.device)
         with torch.autocast(x.device.type, enabled=False):
             term = LoraTerm(
                 a.to(ctx.compute_dtype),
@@ -229,8 +238,10 @@ def lora_linear_apply(
 ) -> Tensor:
     """Add one adapter's branch to the output of its base layer, saving only the input both share.
 
-    ``y = base_out + s drop(x) A^T Bm^T`` (MeSP, arXiv 2602.13069, section 3). Stock LoRA saves a cast copy of ``x`` in the adapter's dtype, ``drop(x)`` and
-    ``h``; this saves ``x`` itself. It computes in autocast's dtype where autocast is on, else in the adapter's, as LoRA does.
+    ``y = base_out + s drop(x) A^T Bm^T`` (MeSP, arXiv 2602.13069, section 3). Stock LoRA saves a cast copy of ``x``
+    in the adapter's dtype, ``drop(x)`` and
+    ``h``; this saves ``x`` itself. It computes in autocast's dtype where autocast is on, else in the adapter's, as
+    LoRA does.
 
     Args:
         x: (..., Din), the input as the layer received it, any floating dtype.
@@ -241,7 +252,8 @@ def lora_linear_apply(
         dropout: the adapter's dropout module; its mask is drawn again in backward, not stored.
 
     Returns:
-        (..., Dout) in the dtype of ``base_out``. Saved for backward: ``x`` (shared with the frozen layer's other readers), ``A``, ``Bm``, and
+        (..., Dout) in the dtype of ``base_out``. Saved for backward: ``x`` (shared with the frozen layer's other
+        readers), ``A``, ``Bm``, and
         5,056 bytes of generator state (and the accelerator's) only where dropout is active.
     """
     return _LoraBranch.apply(x, base_out, a, b, scaling, dropout)

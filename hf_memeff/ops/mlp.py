@@ -1,6 +1,7 @@
 """Gated and plain MLP with adapters on any subset of their projections, computed and differentiated in row tiles.
 
-Gated: ``y = down(act(gate(x)) * up(x))``. Plain: ``y = down(act(up(x)))``. Backward recomputes everything but ``x``; the down projection is never
+Gated: ``y = down(act(gate(x)) * up(x))``. Plain: ``y = down(act(up(x)))``. Backward recomputes everything but ``x``;
+    the down projection is never
 re-run, since nothing reads its output (MeSP, arXiv 2602.13069, section 3; the tiles are ours).
 """
 
@@ -18,7 +19,6 @@ from hf_memeff.ops.activations import Activation, identify_activation
 from hf_memeff.ops.lora_linear import LinearOp, LoraTerm, Rows
 from hf_memeff.ops.precision import accumulation_dtype
 
-
 _FEATURE_PARTS = 2
 
 
@@ -33,8 +33,10 @@ class MlpOp:
         act: the activation.
         fused: whether ``up`` computes gate and up at once (Phi-3).
 
-    Peak inside ``backward``: five tensors of (T, I) (gate, up, activation, product, its gradient). A gated MLP whose weights can be sliced is taken in two parts
-    of I / 2 features, each with all rows of the tile: half the peak, while the matrix products keep as many rows as they had.
+    Peak inside ``backward``: five tensors of (T, I) (gate, up, activation, product, its gradient). A gated MLP whose
+        weights can be sliced is taken in two parts
+    of I / 2 features, each with all rows of the tile: half the peak, while the matrix products keep as many rows as
+    they had.
     """
 
     gate: LinearOp | None
@@ -61,13 +63,14 @@ class MlpOp:
     ) -> Tensor | None:
         """Gradient (T, D) for rows ``x``, or ``None`` where it is not wanted; the adapters accumulate theirs.
 
-        ``through(g, y)`` turns the gradient behind something that follows the MLP (a post-norm) into the gradient of the MLP's output ``y``; only then is
+        ``through(g, y)`` turns the gradient behind something that follows the MLP (a post-norm) into the gradient of
+        the MLP's output ``y``; only then is
         the down projection re-run.
         """
         if through is not None or self.gate is None or any(op.weight is None for op in (self.gate, self.up, self.down)):
             return self._backward_part(g, x, rows, need_input=need_input, through=through)
         dx: Tensor | None = None
-        for part in tiles(self.down.weight.shape[1], -(-self.down.weight.shape[1] // _FEATURE_PARTS)):  # type: ignore[union-attr]
+        for part in tiles(self.down.weight.shape[1], -(-self.down.weight.shape[1] // _FEATURE_PARTS)):
             piece = MlpOp(self.gate.outputs(part), self.up.outputs(part), self.down.inputs(part), self.act)
             d_part = piece._backward_part(g, x, rows, need_input=need_input)
             dx = d_part if dx is None or d_part is None else dx.add_(d_part)
@@ -143,7 +146,11 @@ class _Mlp(torch.autograd.Function):
         ctx.save_for_backward(x, *[t for t in tensors if t is not None])
         op = _build(settings, tensors, None)
         flat = x.reshape(-1, x.shape[-1])
-        y = torch.cat([op.forward(flat[t], t) for t in tiles(len(flat), settings["tile"])]) if len(flat) else flat.clone()
+        y = (
+            torch.cat([op.forward(flat[t], t) for t in tiles(len(flat), settings["tile"])])
+            if len(flat)
+            else flat.clone()
+        )
         return y.view(x.shape)
 
     @staticmethod
@@ -223,7 +230,8 @@ def gated_mlp(
         x: (..., D); all tensors share one floating dtype.
         gate, up: (I, D) frozen projections, each with an optional adapter.
         down: (D, I), likewise.
-        act: elementwise; SiLU, GELU and tanh-GELU (recognised by value) have their own backward, others run through autograd.
+        act: elementwise; SiLU, GELU and tanh-GELU (recognised by value) have their own backward, others run through
+            autograd.
         tile_tokens: rows per tile, >= 1; changes memory and the order of sums, nothing else.
 
     Returns:
