@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from hf_memeff.blocks.causal_loss import automatic_tile_bytes
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SEED = 0
 
@@ -104,8 +106,9 @@ class Case:
 
     @property
     def loss_tile_bytes(self) -> int:
-        """Size of the loss's tiles, for MeSP and baselines alike: MeSP's default, 4 block inputs and at least 1 MiB."""
-        return max(2**20, 4 * self.tokens * self.shape.hidden_size * DTYPES[self.dtype].itemsize)
+        """Size of the loss's tiles: MeSP's own choice, which the baselines' tiled loss gets too."""
+        hidden = torch.empty(1, self.tokens, self.shape.hidden_size, dtype=DTYPES[self.dtype], device="meta")
+        return automatic_tile_bytes(hidden)
 
     @property
     def needed_bytes(self) -> int:

@@ -100,7 +100,7 @@ def make_trainee(method: Method, base: Any, case: Case, like: Trainee | None = N
     """
     fields: dict[str, Any] = {"r": case.rank, "lora_alpha": 2 * case.rank, "target_modules": "all-linear"}
     if method.tuner == "mesp":  # strict: a block that falls back would be measured under the wrong name
-        fields |= {"activation_store": method.store, "loss_tile_bytes": case.loss_tile_bytes, "strict": True}
+        fields |= {"activation_store": method.store, "strict": True}
     model = wrap(with_shared_weights(base), method.tuner, seed=SEED, task_type="CAUSAL_LM", **fields)
     if method.checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": method.checkpointing == "reentrant"})

@@ -39,8 +39,9 @@ def plot_results(results: Sequence[MethodResult], path: Path) -> bool:
             own = [result for result in sweep if result.method == name]
             peaks = [(r.tokens, r.peak_bytes / 2**20) for r in own if r.peak_bytes is not None]
             ratios = [(r.tokens, r.time_ratio) for r in own if r.time_ratio is not None]
-            _line(memory, peaks, name)
-            _line(time, ratios, name)
+            if own:
+                _line(memory, peaks, name)
+                _line(time, ratios, name)
         memory.set(xscale="log", yscale="log", ylabel="peak above weights and gradients, MiB")
         time.set(xscale="log", ylabel=f"step time / {METHODS[TIME_REFERENCE].title}")
         for axes in (memory, time):
