@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from helpers import fill_adapters, run_python, tiny_model
 from hf_memeff import MespCallback, MespConfig, measure_peak_memory, memeff_status
 from hf_memeff.blocks import attach as engine
-from integration.training import LORA, logged, losses, sft, texts, tokenizer, trained_weights
+from integration._training import LORA, logged, losses, sft, texts, tokenizer, trained_weights
 
 SCRIPT = """
 import json

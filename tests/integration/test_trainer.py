@@ -12,7 +12,7 @@ from helpers import tiny_model, token_batch
 from hf_memeff import MespCallback, MespConfig, memeff_status
 from hf_memeff.blocks import attach as engine
 from hf_memeff.blocks import causal_loss
-from integration.training import adapted, logged, losses, rows_with_uneven_labels, trained_weights, trainer
+from integration._training import adapted, logged, losses, rows_with_uneven_labels, trained_weights, trainer
 
 METHODS = {"mesp": (MespConfig, []), "callback": (LoraConfig, [MespCallback])}
 
