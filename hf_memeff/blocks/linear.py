@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hf_memeff.ops.dropout import DropMask, draw_mask
 from hf_memeff.ops.lora_linear import LinearOp, LoraTerm, branch_dtype
-from hf_memeff.ops.precision import accumulation_dtype, autocast_dtype
+from hf_memeff.ops.precision import autocast_dtype
 
 
 class WeightLinear(nn.Linear):
@@ -81,13 +81,8 @@ class LinearPlan:
         terms = []
         for term, mask in zip(self.terms, masks, strict=True):
             a, b = next(tensors), next(tensors)
-            dtype = branch_dtype(a, device_type)
-            grads: list[Tensor | None] = [None, None]
-            if needs is not None:
-                grads = [
-                    torch.zeros_like(p, dtype=accumulation_dtype(p.dtype)) if next(needs) else None for p in (a, b)
-                ]
-            terms.append(LoraTerm(a.to(dtype), b.to(dtype), term.scaling, mask, *grads))
+            wanted = (False, False) if needs is None else (next(needs), next(needs))
+            terms.append(LoraTerm.make(a, b, term.scaling, mask, branch_dtype(a, device_type), wanted))
         if not self.direct:
             return LinearOp(None, call=self.base, terms=terms)
         weight, bias = self.base.weight, self.base.bias

@@ -243,11 +243,12 @@ class _Pass:
 
     def gradients(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
         """The accumulated adapter gradients, in the order of ``tensors`` and in their dtypes."""
+        stream = iter(tensors)
         found: list[Tensor | None] = []
         for name in self.layout.linears:
             for term in self.ops[name].terms:
-                found += [term.grad_a, term.grad_b]
-        return [g.to(t.dtype) if g is not None else None for g, t in zip(found, tensors, strict=True)]
+                found += term.gradients(next(stream), next(stream))
+        return found
 
 
 def _row_tiles(count: int, rows: Tensor | None, size: int) -> Iterator[slice | Tensor]:

@@ -41,6 +41,46 @@ class LoraTerm:
     grad_a: Tensor | None = None
     grad_b: Tensor | None = None
 
+    @classmethod
+    def make(
+        cls,
+        a: Tensor,
+        b: Tensor,
+        scaling: float,
+        mask: DropMask | None,
+        dtype: torch.dtype,
+        wanted: tuple[bool, bool] = (False, False),
+    ) -> LoraTerm:
+        """Make the term of one pass from the adapter's parameters.
+
+        Args:
+            a: (r, Din) ``lora_A``.
+            b: (Dout, r) ``lora_B``.
+            scaling: s.
+            mask: dropout mask.
+            dtype: what the branch computes in.
+            wanted: whether ``a`` and ``b`` want a gradient from this pass.
+        """
+        totals = [
+            torch.zeros_like(p, dtype=accumulation_dtype(p.dtype)) if want else None
+            for p, want in zip((a, b), wanted, strict=True)
+        ]
+        return cls(
+            a.to(dtype),
+            column_major(b.to(dtype)),
+            scaling,
+            mask,
+            totals[0],
+            None if totals[1] is None else column_major(totals[1]),
+        )
+
+    def gradients(self, a: Tensor, b: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The accumulated gradients of the parameters ``a`` and ``b``, in their dtypes and layout."""
+        return (
+            None if self.grad_a is None else self.grad_a.to(a.dtype),
+            None if self.grad_b is None else self.grad_b.to(b.dtype).contiguous(),
+        )
+
     def input(self, x: Tensor, rows: Rows) -> Tensor:
         """What the adapter reads: ``drop(x)`` in the branch's dtype, (T, Din)."""
         x = x.to(self.a.dtype)
@@ -75,6 +115,15 @@ class LoraTerm:
         if self.mask is not None:
             branch = branch.mul_(self.mask.scale).mul_(self.mask.keep[rows])
         return dx.add_(branch)
+
+
+def column_major(matrix: Tensor) -> Tensor:
+    """The same (Dout, r) matrix with its columns contiguous.
+
+    Skinny factors make skinny matrix products: with ``Bm`` and ``dBm`` laid out this way, ``g Bm`` and ``g^T h`` took
+    0.4 and 0.2 times as long on a CPU (MKL, r = 8, Dout = 1536).
+    """
+    return matrix.t().contiguous().t()
 
 
 def _accumulate(total: Tensor, left: Tensor, right: Tensor, alpha: float) -> None:
@@ -197,7 +246,7 @@ class _LoraBranch(torch.autograd.Function):
         ctx.probability = dropout.p if isinstance(dropout, nn.Dropout) and drops else 0.0
         ctx.save_for_backward(x, a, b, *states)
         with torch.autocast(x.device.type, enabled=False):
-            term = LoraTerm(a.to(dtype), b.to(dtype), scaling, mask)
+            term = LoraTerm.make(a, b, scaling, mask, dtype)
             y = base_out.reshape(-1, base_out.shape[-1]).clone()
             return term.add_to(y, flat, slice(None)).view(base_out.shape)
 
@@ -214,23 +263,9 @@ class _LoraBranch(torch.autograd.Function):
             with replayed_rng(states, x.device):
                 mask = draw_mask(nn.Dropout(ctx.probability), len(flat), flat.shape[1], a.dtype, x.device)
         with torch.autocast(x.device.type, enabled=False):
-            term = LoraTerm(
-                a.to(ctx.compute_dtype),
-                b.to(ctx.compute_dtype),
-                ctx.scaling,
-                mask,
-                torch.zeros_like(a, dtype=accumulation_dtype(a.dtype)) if need_a else None,
-                torch.zeros_like(b, dtype=accumulation_dtype(b.dtype)) if need_b else None,
-            )
+            term = LoraTerm.make(a, b, ctx.scaling, mask, ctx.compute_dtype, (need_a, need_b))
             dx = term.backward(g_flat, flat, torch.zeros_like(flat) if need_x else None, slice(None))
-        return (
-            dx.view(x.shape) if dx is not None else None,
-            g if need_base else None,
-            term.grad_a.to(a.dtype) if term.grad_a is not None else None,
-            term.grad_b.to(b.dtype) if term.grad_b is not None else None,
-            None,
-            None,
-        )
+        return dx.view(x.shape) if dx is not None else None, g if need_base else None, *term.gradients(a, b), None, None
 
 
 def lora_linear_apply(

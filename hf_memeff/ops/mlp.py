@@ -17,7 +17,6 @@ from torch.autograd.function import once_differentiable
 
 from hf_memeff.ops.activations import Activation, identify_activation
 from hf_memeff.ops.lora_linear import LinearOp, LoraTerm, Rows
-from hf_memeff.ops.precision import accumulation_dtype
 
 _FEATURE_PARTS = 2
 
@@ -170,8 +169,9 @@ class _Mlp(torch.autograd.Function):
         grads: list[Tensor | None] = [None] * len(tensors)
         for index, linear in enumerate(_linears(op)):
             for term in linear.terms:
-                grads[4 * index + 2] = term.grad_a.to(term.a.dtype) if term.grad_a is not None else None
-                grads[4 * index + 3] = term.grad_b.to(term.b.dtype) if term.grad_b is not None else None
+                a, b = tensors[4 * index + 2], tensors[4 * index + 3]
+                assert a is not None and b is not None
+                grads[4 * index + 2], grads[4 * index + 3] = term.gradients(a, b)
         return dx.view(x.shape) if dx is not None else None, None, *grads
 
 
@@ -185,14 +185,8 @@ def _build(settings: dict[str, Any], tensors: Sequence[Tensor | None], needs: Se
         weight, bias, a, b = tensors[4 * index : 4 * index + 4]
         terms = []
         if a is not None and b is not None:
-            grads: list[Tensor | None] = [None, None]
-            if needs is not None:
-                wanted = needs[4 * index + 2 : 4 * index + 4]
-                grads = [
-                    torch.zeros_like(p, dtype=accumulation_dtype(p.dtype)) if want else None
-                    for p, want in zip((a, b), wanted, strict=True)
-                ]
-            terms = [LoraTerm(a, b, scaling, None, *grads)]
+            wanted = (False, False) if needs is None else (needs[4 * index + 2], needs[4 * index + 3])
+            terms = [LoraTerm.make(a, b, scaling, None, a.dtype, wanted)]
         linears.append(LinearOp(weight, bias, terms=terms))
     return MlpOp(linears[-3] if len(linears) == 3 else None, linears[-2], linears[-1], settings["act"])
 
