@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     mesp.add_argument("--lengths", nargs="+", type=_at_least(2), default=[], metavar="N", help="tokens of the sequence")
     mesp.add_argument("--ranks", nargs="+", type=_at_least(1), default=[], metavar="R", help="ranks of the adapter")
     mesp.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[], metavar="D", help=", ".join(DTYPES))
-    mesp.add_argument("--methods", nargs="+", choices=METHODS, metavar="M", help=", ".join(METHODS) + " (default: all)")
+    mesp.add_argument("--methods", nargs="+", choices=METHODS, default=[], metavar="M", help=", ".join(METHODS))
     mesp.add_argument("--rounds", type=_at_least(0), metavar="N", help="timed rounds per case; 0 measures no time")
     mesp.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: %(default)s)")
     mesp.add_argument("--force", action="store_true", help="measure again what is there already")
@@ -111,11 +111,10 @@ def _run_mesp(arguments: argparse.Namespace, load_smollm2: Callable[[torch.dtype
         dtypes=arguments.dtypes,
         rounds=arguments.rounds,
     )
-    methods = arguments.methods or [name for name, method in METHODS.items() if device == "cuda" or not method.gpu_only]
     path = arguments.output / "mesp.json"
     journal = Journal(path, Environment.here(device), arguments.force)
-    print(_announcement(cases, methods, path, journal.environment))
-    failures = _measure(journal, device, load_smollm2, cases, methods)
+    print(_announcement(cases, arguments.methods, path, journal.environment))
+    failures = _measure(journal, device, load_smollm2, cases, arguments.methods)
     results = list(journal.results.values())
     if arguments.json is not None:
         write_results(results, arguments.json)
@@ -150,7 +149,7 @@ def _announcement(cases: Sequence[Case], methods: Sequence[str], path: Path, env
     needed = max(case.needed_bytes for case in cases)
     lines = {
         "cases": ", ".join(case.key for case in cases),
-        "methods": ", ".join(methods),
+        "methods": ", ".join(methods) or "each case's own",
         "machine": environment.hardware(),
         "memory": f"up to {needed / 2**30:.0f} GiB; cases that do not fit are left out",
         "results": str(path),

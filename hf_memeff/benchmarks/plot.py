@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_memeff.benchmarks.methods import METHODS, TIME_REFERENCE
+from hf_memeff.benchmarks.methods import METHODS
 from hf_memeff.benchmarks.results import MethodResult
 from hf_memeff.benchmarks.tables import length_sweep
 
@@ -32,7 +32,7 @@ def plot_results(results: Sequence[MethodResult], path: Path) -> bool:
     from matplotlib.figure import Figure
 
     with rc_context({"svg.hashsalt": "hf_memeff", "svg.fonttype": "none", "font.size": 9}):
-        figure = Figure(figsize=(9.0, 3.8), layout="constrained", facecolor="white")
+        figure = Figure(figsize=(9.0, 4.2), layout="constrained", facecolor="white")
         FigureCanvasSVG(figure)
         memory, time = figure.subplots(1, 2)
         for name in METHODS:
@@ -43,7 +43,8 @@ def plot_results(results: Sequence[MethodResult], path: Path) -> bool:
                 _line(memory, peaks, name)
                 _line(time, ratios, name)
         memory.set(xscale="log", yscale="log", ylabel="peak above weights and gradients, MiB")
-        time.set(xscale="log", ylabel=f"step time / {METHODS[TIME_REFERENCE].title}")
+        time.set(xscale="log", ylabel="step time, LoRA + checkpointing = 1", ylim=(0, None))
+        memory.yaxis.set_major_formatter("{x:g}")
         for axes in (memory, time):
             lengths = sorted({result.tokens for result in sweep})
             axes.set_xticks(lengths, [str(length) for length in lengths])

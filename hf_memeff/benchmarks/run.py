@@ -50,8 +50,8 @@ class Bench:
     failures: list[str] = field(default_factory=list)
     _loaded: tuple[tuple[str, str], Any] | None = None
 
-    def run(self, cases: Sequence[Case], methods: Sequence[str]) -> None:
-        """Measure every method on every case that the journal does not have yet.
+    def run(self, cases: Sequence[Case], methods: Sequence[str] = ()) -> None:
+        """Measure what the journal does not have yet: every case with these methods, or else with its own.
 
         A method whose gradients are off is not measured and goes into `failures`; a case that does not fit into memory
         is left out and said.
@@ -71,13 +71,14 @@ class Bench:
                 continue
             self._run_case(case, todo)
 
-    def steps(self, cases: Sequence[Case], methods: Sequence[str]) -> int:
+    def steps(self, cases: Sequence[Case], methods: Sequence[str] = ()) -> int:
         """How many steps `run` will report to `advance`."""
         return sum(self._steps(case, self._missing(case, methods)) for case in cases)
 
     def _missing(self, case: Case, methods: Sequence[str]) -> list[str]:
         """Methods without a result, or with fewer timed rounds than the case wants."""
-        found = {name: self.journal.find(case, name, self.device) for name in methods}
+        names = methods or case.methods or [n for n, m in METHODS.items() if self.device == "cuda" or not m.gpu_only]
+        found = {name: self.journal.find(case, name, self.device) for name in names}
         return [n for n, r in found.items() if r is None or len(r.step_seconds) < case.rounds]
 
     def _steps(self, case: Case, todo: Sequence[str]) -> int:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from hf_memeff.benchmarks import cli, families
-from hf_memeff.benchmarks.methods import METHODS
 from hf_memeff.benchmarks.results import read_family_results, read_method_results, write_results
 from hf_memeff.benchmarks.run import Bench
 
@@ -41,13 +40,13 @@ def test_mesp_measures_writes_and_plots(tmp_path: Path, capsys: pytest.CaptureFi
     assert "100%" in captured.err
 
 
-def test_all_methods_of_the_cpu_are_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_is_one_case_with_its_own_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(Bench, "run", lambda self, cases, methods: seen.append((cases, methods)))
     assert bench("mesp", "--quick", "--output", tmp_path) == 0
     ((cases, methods),) = seen
     assert [case.key for case in cases] == ["SmolLM2-135M/fp32/256/r8"]
-    assert methods == [name for name in METHODS if name != "mesp-cpu"]
+    assert list(methods) == []
 
 
 def test_a_failure_is_exit_status_1(

@@ -11,6 +11,7 @@ import torch
 from hf_memeff.benchmarks import run as module
 from hf_memeff.benchmarks.cases import Case
 from hf_memeff.benchmarks.journal import Journal
+from hf_memeff.benchmarks.methods import METHODS as ALL_METHODS
 from hf_memeff.benchmarks.methods import Trainee
 from hf_memeff.benchmarks.results import Environment, read_method_results
 from hf_memeff.benchmarks.run import Bench
@@ -139,6 +140,14 @@ def test_a_wrong_gradient_is_reported_and_not_measured(tmp_path: Path, monkeypat
     assert "gradient error of" in failure and "from mesp, expected at most 1.0e-05" in failure
     assert [result.method for result in read_method_results(path)] == ["lora", "lora-checkpointing"]
     assert counted.done == counted.expected  # the bar reaches its end all the same
+
+
+def test_without_named_methods_a_case_has_its_own_or_all(tmp_path: Path) -> None:
+    case = replace(CASE, rounds=0, methods=("mesp",))
+    counted = Counted(tmp_path / "mesp.json").run(case, methods=())
+    assert [result.method for result in read_method_results(tmp_path / "mesp.json")] == ["mesp"]
+    every = [name for name, method in ALL_METHODS.items() if not method.gpu_only]
+    assert counted.bench.steps([replace(case, methods=())]) == 2 * (len(every) - 1)
 
 
 def test_nan_is_no_gradient(tmp_path: Path) -> None:
