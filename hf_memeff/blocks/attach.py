@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-import logging
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from hf_memeff.blocks.arguments import CACHE_NAMES, filled_cache
 from hf_memeff.blocks.block import BlockForward, hand_over, strict_message
 from hf_memeff.blocks.causal_loss import attach_loss, detach_loss, loss_report
 from hf_memeff.blocks.layouts import Layout, NormConvention, layout_of, norm_convention, part
@@ -18,8 +19,6 @@ from hf_memeff.blocks.options import EngineOptions
 from hf_memeff.blocks.selfcheck import check_block, needs_weights
 from hf_memeff.blocks.status import MemeffStatus, PathReport
 from hf_memeff.blocks.store import make_store
-
-logger = logging.getLogger("hf_memeff")
 
 _OPTIONS = "_hf_memeff_options"
 
@@ -59,7 +58,7 @@ def attach_blocks(model: nn.Module, options: EngineOptions) -> None:
         if options.strict and not layers:
             raise RuntimeError(strict_message(type(model).__name__, "no decoder block was found in it"))
         for parent in _parents(model, [layer for _, layer in layers]):
-            parent.register_forward_pre_hook(without_cache_in_training, with_kwargs=True)
+            parent.register_forward_hook(return_no_cache)
         _swap_factors(model, nn.Linear, WeightLinear)
         attach_loss(model, options)
     except BaseException:
@@ -228,33 +227,28 @@ def _parents(model: nn.Module, layers: list[nn.Module]) -> Iterator[nn.Module]:
                 break
 
 
-_told: set[str] = set()
+def return_no_cache(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Forward hook of the decoder: a training step returns no key-value cache, since its blocks put nothing into it.
 
-
-def without_cache_in_training(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Forward pre-hook of the decoder: a training step builds no key-value cache, as under gradient checkpointing."""
-    if not (module.training and torch.is_grad_enabled()) or any(
-        kwargs.get(name) is not None for name in ("cache", "past_key_values")
-    ):
+    The cache object itself is left to the model: transformers reads its presence when it decides whether restarting
+    positions are packed samples, and a step must be masked as it would be without the engine.
+    """
+    if not (module.training and torch.is_grad_enabled()) or not dataclasses.is_dataclass(output):
         return None
-    if "use_cache" not in inspect.signature(type(module).forward).parameters:
-        return None
-    if getattr(module, "gradient_checkpointing", False) and "checkpointing" not in _told:
-        _told.add("checkpointing")
-        logger.warning(
-            "gradient checkpointing is on: attached blocks already keep nothing but their input, so it is absorbed; "
-            "training steps build no key-value cache"
-        )
-    return args, kwargs | {"use_cache": False}
+    values = {f.name: getattr(output, f.name) for f in dataclasses.fields(output)}
+    empty = [n for n in CACHE_NAMES if values.get(n) is not None and not filled_cache({n: values[n]})]
+    kind: Any = type(output)
+    return kind(**values | dict.fromkeys(empty)) if empty else None
 
 
 def _remove_hooks(module: nn.Module) -> None:
     for key, hook in list(module._forward_pre_hooks.items()):
-        if hook in (hand_over, without_cache_in_training):
+        if hook is hand_over:
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
+    for key, after in list(module._forward_hooks.items()):
+        if after is return_no_cache:
+            del module._forward_hooks[key]
 
 
 def _swap_factors(model: nn.Module, old: type[nn.Module], new: type[nn.Module]) -> None:

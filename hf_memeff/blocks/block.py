@@ -19,9 +19,19 @@ from hf_memeff.blocks.store import ActivationStore
 from hf_memeff.blocks.structured import BlockCall, StructuredBlock
 from hf_memeff.ops.activations import Activation, identify_activation
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("hf_memeff")
 
 SELF = "_hf_memeff_self"  # keyword under which the pre-hook hands a layer to its forward
+
+
+_said: set[str] = set()
+
+
+def say_once(message: str) -> None:
+    """Log a message once per process."""
+    if message not in _said:
+        _said.add(message)
+        logger.warning(message)
 
 
 class Holder:
@@ -100,6 +110,11 @@ class BlockForward:
         if path == "off":
             return self.original(layer, *args, **kwargs)
         others = without_cache(others)
+        if getattr(layer, "gradient_checkpointing", False):
+            say_once(
+                "gradient checkpointing is on: attached blocks already keep nothing but their input, so it is "
+                "absorbed; training steps build no key-value cache"
+            )
         if path == "structured" and self.verdict is None:
             from hf_memeff.blocks.selfcheck import check_block
 
