@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 
 from helpers import fill_adapters, run_python, tiny_model
 from hf_memeff import MespCallback, MespConfig, measure_peak_memory, memeff_status
-from hf_memeff.blocks import attach as engine
+from hf_memeff.blocks import block as engine
 from integration._training import LORA, logged, losses, sft, texts, tokenizer, trained_weights
 
 SCRIPT = """
@@ -66,7 +66,7 @@ def lora_without_checkpointing(tmp_path_factory):
 def test_ten_losses_are_lora_s_however_checkpointing_is_switched_on(
     tmp_path, lora_without_checkpointing, method, order, keywords, monkeypatch
 ):
-    monkeypatch.setattr(engine, "_told", set())  # the line comes once per process
+    monkeypatch.setattr(engine, "_said", set())  # the line comes once per process
     with logged("hf_memeff") as ours:
         if order == "after wrapping":
             trainer = run(tmp_path, method, bf16=False, gradient_checkpointing_kwargs=keywords)

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from helpers import tiny_model, token_batch
 from hf_memeff import MespCallback, MespConfig, memeff_status
-from hf_memeff.blocks import attach as engine
+from hf_memeff.blocks import block as engine
 from hf_memeff.blocks import causal_loss
 from integration._training import adapted, logged, losses, rows_with_uneven_labels, trained_weights, trainer
 
@@ -88,7 +88,7 @@ def test_c41_eight_rows_at_once_and_two_by_four_give_equal_gradients(tmp_path, t
 
 @pytest.mark.parametrize("method", METHODS)
 def test_gradient_checkpointing_changes_nothing_and_is_mentioned_once(tmp_path, method, monkeypatch):
-    monkeypatch.setattr(engine, "_told", set())  # the line comes once per process
+    monkeypatch.setattr(engine, "_said", set())  # the line comes once per process
     with logged("hf_memeff") as messages:
         built = train(tmp_path, method, gradient_checkpointing=True)
     assert_same_run(built, train(tmp_path))
@@ -119,7 +119,7 @@ def test_compute_loss_func_gets_its_logits(tmp_path, tiled_calls):
 
 
 def test_a_model_with_a_loss_function_of_its_own_is_not_tiled_and_says_so_once(tmp_path, tiled_calls, monkeypatch):
-    monkeypatch.setattr(causal_loss, "_said", set())
+    monkeypatch.setattr(engine, "_said", set())
 
     def squared(logits, labels, vocab_size, num_items_in_batch=None, **kwargs):
         return logits.float().square().mean() / num_items_in_batch
