@@ -11,7 +11,6 @@ from transformers.utils import logging as transformers_logging
 
 from helpers import fill_adapters, loss_and_gradients, tiny_model, token_batch, worst_relative_error
 from hf_memeff import MespConfig, attach, memeff_status
-from hf_memeff.blocks import block as engine
 from integration._training import LORA, adapted, logged
 
 REENTRANT = {"unset": None, "True": {"use_reentrant": True}, "False": {"use_reentrant": False}}
@@ -50,8 +49,7 @@ def test_c01_frozen_embeddings_do_not_cut_off_the_gradients(keywords, order, way
 
 
 @pytest.mark.parametrize("way", ["lora", "config", "attach"])
-def test_c01_one_line_instead_of_transformers_warning_for_the_cache(monkeypatch, way):
-    monkeypatch.setattr(engine, "_said", set())  # each line comes once per process
+def test_c01_one_line_instead_of_transformers_warning_for_the_cache(nothing_said, way):
     transformers_logging.warning_once.cache_clear()
     model = adapted() if way == "lora" else memeff_model(way, None, "after")
     model.activation_checkpointing_enable({"use_reentrant": False})

@@ -7,7 +7,6 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 
 from helpers import loss_and_gradients, tiny_model, token_batch, worst_relative_error
 from hf_memeff import MespConfig, attach, detach, memeff_status, saved_tensor_bytes
-from hf_memeff.blocks import causal_loss
 from integration._training import LORA, adapted, completions, losses, sft, trainer
 
 METHODS = ("config", "attach")
@@ -19,20 +18,6 @@ def model_of(way, **settings):
     if way == "attach":
         attach(model)
     return model
-
-
-@pytest.fixture
-def tiled_calls(monkeypatch):
-    """Row counts of the losses computed in tiles so far, as a list that grows."""
-    calls = []
-    original = causal_loss.linear_cross_entropy
-
-    def count(*args, **kwargs):
-        calls.append(args[0].shape[0])
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(causal_loss, "linear_cross_entropy", count)
-    return calls
 
 
 # C36: LoRA's activation memory
@@ -89,7 +74,7 @@ def test_c39_trl_s_fused_loss_replaces_the_tiled_one_and_agrees_with_it(tmp_path
     assert abs(fused[0] - expected[0]) <= 1e-5 and worst_relative_error(fused[1], expected[1]) <= 1e-5
     # a plain training call on the same model runs in tiles, once
     plain = loss_and_gradients(ours.model, inputs)
-    assert len([rows for rows in tiled_calls if rows == len(inputs["labels"])]) == 1
+    assert [shape[0] for shape in tiled_calls if shape[0] > 1] == [4]  # the check of the head takes one row
     assert abs(plain[0] - fused[0]) <= 1e-5 and worst_relative_error(plain[1], fused[1]) <= 1e-5
 
 

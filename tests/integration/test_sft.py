@@ -10,7 +10,6 @@ from peft import LoraConfig, get_peft_model
 
 from helpers import fill_adapters, run_python, tiny_model
 from hf_memeff import MespCallback, MespConfig, measure_peak_memory, memeff_status
-from hf_memeff.blocks import block as engine
 from integration._training import LORA, logged, losses, sft, texts, tokenizer, trained_weights
 
 SCRIPT = """
@@ -64,9 +63,8 @@ def lora_without_checkpointing(tmp_path_factory):
 @pytest.mark.parametrize("order", ["after wrapping", "before wrapping"])
 @pytest.mark.parametrize("keywords", [None, {"use_reentrant": True}, {"use_reentrant": False}], ids=str)
 def test_ten_losses_are_lora_s_however_checkpointing_is_switched_on(
-    tmp_path, lora_without_checkpointing, method, order, keywords, monkeypatch
+    tmp_path, lora_without_checkpointing, method, order, keywords, nothing_said
 ):
-    monkeypatch.setattr(engine, "_said", set())  # the line comes once per process
     with logged("hf_memeff") as ours:
         if order == "after wrapping":
             trainer = run(tmp_path, method, bf16=False, gradient_checkpointing_kwargs=keywords)
