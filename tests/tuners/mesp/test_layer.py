@@ -50,14 +50,19 @@ def run(model, x, seed=1):
     return [y.detach(), x.grad] + [p.grad for p in model.parameters() if p.requires_grad]
 
 
+def assert_close(got, expected, tolerance=1e-5):
+    """Same shape and dtype, and |got - expected| <= tolerance |expected| (2-norms of whole tensors)."""
+    assert got.shape == expected.shape and got.dtype == expected.dtype
+    assert (got.double() - expected.double()).norm() <= tolerance * expected.double().norm()
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("shape", [(2, 5, 24), (7, 24), (24,), (0, 24)])
 def test_c08_output_and_gradients_are_lora_s(dropout, shape):
     stock, ours = pair(lora_dropout=dropout)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(2))
     for got, expected in zip(run(ours, x), run(stock, x), strict=True):
-        assert got.shape == expected.shape and got.dtype == expected.dtype
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+        assert_close(got, expected)
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -77,8 +82,7 @@ def test_c16_mixed_dtypes_give_lora_s_result(dtype, adapter, autocast):
     coarse = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
     tolerance = max(coarse[d] for d in (dtype, adapter_dtype, autocast or torch.float32))
     for expected, got in zip(*results, strict=True):
-        assert got.dtype == expected.dtype
-        assert (got.double() - expected.double()).norm() <= tolerance * expected.double().norm()
+        assert_close(got, expected, tolerance)
 
 
 def test_c15_saved_bytes_hold_one_input_in_its_own_dtype():
@@ -116,7 +120,7 @@ def test_c03_gradients_follow_requires_grad(wanted):
     for expected, got in zip(*results, strict=True):
         assert (got is None) == (expected is None)
         if got is not None:
-            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+            assert_close(got, expected)
 
 
 def test_several_active_adapters_add_up_as_in_lora():
@@ -130,7 +134,7 @@ def test_several_active_adapters_add_up_as_in_lora():
         results.append(run(model, torch.ones(3, 24)))
     assert type(models[1].projections["q"]) is MespLinear
     for expected, got in zip(*results, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+        assert_close(got, expected)
 
 
 def test_disabled_and_merged_layers_are_peft_s_own():
@@ -155,4 +159,4 @@ def test_a_whole_graph_compiles():
     x = torch.randn(3, 24)
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
     for expected, got in zip(run(stock, x), run(compiled, x), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+        assert_close(got, expected)
