@@ -58,6 +58,8 @@ def attach_blocks(model: nn.Module, options: EngineOptions) -> None:
         if options.strict and not layers:
             raise RuntimeError(strict_message(type(model).__name__, "no decoder block was found in it"))
         for parent in _parents(model, [layer for _, layer in layers]):
+            if "use_cache" in inspect.signature(type(parent).forward).parameters:
+                parent.register_forward_pre_hook(build_no_cache, with_kwargs=True)
             parent.register_forward_hook(return_no_cache)
         _swap_factors(model, nn.Linear, WeightLinear)
         attach_loss(model, options)
@@ -227,6 +229,19 @@ def _parents(model: nn.Module, layers: list[nn.Module]) -> Iterator[nn.Module]:
                 break
 
 
+def build_no_cache(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook of the decoder: under gradient checkpointing ask for no key-value cache.
+
+    transformers would turn it off itself, with a warning of its own about what the engine absorbs.
+    """
+    checkpointed = getattr(module, "gradient_checkpointing", False) and module.training and torch.is_grad_enabled()
+    if not checkpointed or any(kwargs.get(name) is not None for name in CACHE_NAMES):
+        return None
+    return args, kwargs | {"use_cache": False}
+
+
 def return_no_cache(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """Forward hook of the decoder: a training step returns no key-value cache, since its blocks put nothing into it.
 
@@ -243,7 +258,7 @@ def return_no_cache(module: nn.Module, args: tuple[Any, ...], output: Any) -> An
 
 def _remove_hooks(module: nn.Module) -> None:
     for key, hook in list(module._forward_pre_hooks.items()):
-        if hook is hand_over:
+        if hook in (hand_over, build_no_cache):
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
     for key, after in list(module._forward_hooks.items()):
