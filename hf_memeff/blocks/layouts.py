@@ -185,7 +185,7 @@ def norm_convention(norm: nn.Module) -> NormConvention | None:
 
 @torch.no_grad()
 def _forward_with_weight(norm: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
-    """The norm's own forward with another weight, on a shallow copy: whatever hooks manage the real one do not notice."""
+    """The norm's own forward with another weight, on a shallow copy that no hook of the real one sees."""
     shadow = norm.__new__(type(norm))
     shadow.__dict__ = norm.__dict__ | {"_parameters": {"weight": weight}}
     return type(norm).forward(shadow, x)
