@@ -7,12 +7,14 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hf_memeff.benchmarks.comparison import METHODS
 from hf_memeff.compat import PACKAGE_VERSION
 from hf_memeff.recipes.demo.options import DEVICES, DemoError, DemoOptions
+from hf_memeff.recipes.model_source import ModelUnavailableError, find_smollm2, load_model
 
 _EXAMPLES = """\
 examples:
@@ -34,8 +36,9 @@ examples:
 """
 _BENCH_EXAMPLES = """\
 examples:
-  hf-memeff bench mesp
+  hf-memeff bench mesp           memory, time and exactness of MeSP and what else there is
   hf-memeff bench mesp --help    what can be chosen
+  hf-memeff bench families       which block layouts are known, and whether they are exact
   hf-memeff bench --render       write the measured figures into README.md
 """
 
@@ -54,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser(words).parse_args(words)
     try:
         return int(arguments.run(arguments))
+    except ModelUnavailableError as error:
+        print(f"hf-memeff: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("hf-memeff: interrupted", file=sys.stderr)
         return 130
@@ -88,7 +94,7 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
         from hf_memeff.benchmarks import cli as benchmarks
 
         benchmarks.add_arguments(bench)
-        bench.set_defaults(run=benchmarks.run)
+        bench.set_defaults(run=partial(benchmarks.run, load_smollm2=lambda dtype: load_model(find_smollm2(), dtype)))
     return parser
 
 
@@ -136,7 +142,6 @@ def _add_demo(commands: Any) -> None:
 def _run_demo(arguments: argparse.Namespace) -> int:
     from hf_memeff.recipes.demo.reload import ReloadError
     from hf_memeff.recipes.demo.run import run_demo
-    from hf_memeff.recipes.model_source import ModelUnavailableError
 
     options = DemoOptions(
         steps=arguments.steps,
@@ -151,11 +156,11 @@ def _run_demo(arguments: argparse.Namespace) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # renamings that concern PEFT
     try:
         failures = run_demo(options, say=_say).failures()
-    except (DemoError, ModelUnavailableError, ReloadError) as error:
-        print(f"hf-memeff demo: {error}", file=sys.stderr)
+    except (DemoError, ReloadError) as error:
+        print(f"hf-memeff: {error}", file=sys.stderr)
         return 2
     for failure in failures:
-        print(f"hf-memeff demo: {failure}", file=sys.stderr)
+        print(f"hf-memeff: {failure}", file=sys.stderr)
     return 1 if failures else 0
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hf_memeff import __version__, cli
+from hf_memeff.benchmarks import cli as benchmarks
 from hf_memeff.recipes.demo import run as demo_run
 from hf_memeff.recipes.demo.options import DemoError, DemoOptions
 from hf_memeff.recipes.demo.reload import ReloadError
@@ -36,12 +39,12 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> list[DemoOptions]:
     return seen
 
 
-@pytest.mark.parametrize("words", [[], ["demo"]])
+@pytest.mark.parametrize("words", [[], ["demo"], ["bench"]])
 def test_help_has_examples_that_parse(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     text = _help(capsys, *words)
-    examples = [line.split("   ")[0].split() for line in text.splitlines() if line.startswith("  hf-memeff demo")]
+    examples = [line.split("   ")[0].split() for line in text.splitlines() if line.startswith("  hf-memeff ")]
     assert examples
-    for _, *arguments in examples:
+    for _, *arguments in (example for example in examples if "--help" not in example):
         assert cli.build_parser(arguments).parse_args(arguments).run is not None
 
 
@@ -77,7 +80,7 @@ def test_what_stands_in_the_way_is_one_line_and_status_2(
 
     monkeypatch.setattr(demo_run, "run_demo", fail)
     assert cli.main(["demo"]) == 2
-    assert capsys.readouterr().err == f"hf-memeff demo: {error}\n"
+    assert capsys.readouterr().err == f"hf-memeff: {error}\n"
 
 
 def test_a_result_that_did_not_hold_is_status_1(
@@ -87,6 +90,21 @@ def test_a_result_that_did_not_hold_is_status_1(
     monkeypatch.setattr(demo_run, "run_demo", lambda options, say: failed)
     assert cli.main(["demo"]) == 1
     assert "the loss went up" in capsys.readouterr().err
+
+
+def test_a_benchmark_without_its_model_is_status_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def absent(arguments: object, load_smollm2: Callable[[torch.dtype], object]) -> None:
+        load_smollm2(torch.float32)
+
+    def find() -> None:
+        raise ModelUnavailableError("no model")
+
+    monkeypatch.setattr(benchmarks, "run", absent)
+    monkeypatch.setattr(cli, "find_smollm2", find)
+    assert cli.main(["bench", "mesp"]) == 2
+    assert capsys.readouterr().err == "hf-memeff: no model\n"
 
 
 def test_ctrl_c_is_status_130(monkeypatch: pytest.MonkeyPatch) -> None:

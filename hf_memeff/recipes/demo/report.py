@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import statistics
 from collections import Counter
-from dataclasses import dataclass, field
-from importlib.metadata import version
+from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from hf_memeff.benchmarks.comparison import METHOD_TITLES, MethodFigures, paired_ratio
+from hf_memeff.benchmarks.results import Environment
 from hf_memeff.recipes.demo.options import DemoOptions
 from hf_memeff.recipes.demo.training import BATCH_ROWS
 from hf_memeff.tuners.attach import memeff_status
@@ -20,14 +17,6 @@ from hf_memeff.tuners.attach import memeff_status
 LARGEST_LOGIT_DIFFERENCE = 1e-3
 """Between the trained model and the same adapter in stock PEFT: fp32 logits of about 20 after 30 layers, whose kernels
 may sum in another order."""
-
-_LIBRARIES = ("hf_memeff", "torch", "transformers", "peft", "accelerate")
-
-
-def hardware_line() -> str:
-    """The machine in one line."""
-    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    return f"{platform.machine()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads{gpu}"
 
 
 @dataclass(frozen=True)
@@ -66,8 +55,7 @@ class DemoResult:
         comparison_tokens: length of the one sequence that the methods were compared on.
         comparison: figures per method.
         total_seconds: of the whole run.
-        versions: of the libraries.
-        hardware: processor or GPU, and threads.
+        environment: machine and versions.
     """
 
     method: str
@@ -86,8 +74,7 @@ class DemoResult:
     comparison_tokens: int
     comparison: list[MethodFigures]
     total_seconds: float
-    versions: dict[str, str] = field(default_factory=lambda: {name: version(name) for name in _LIBRARIES})
-    hardware: str = field(default_factory=hardware_line)
+    environment: Environment
 
     def failures(self) -> list[str]:
         """What the demo should have shown and did not; empty if all of it held."""

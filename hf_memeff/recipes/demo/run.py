@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_memeff.benchmarks.comparison import with_shared_weights, wrap
+from hf_memeff.benchmarks.results import Environment
 from hf_memeff.recipes.demo.comparison import compare_methods, plan_comparison, shortest_comparison
 from hf_memeff.recipes.demo.options import RECORD_NAME, DemoOptions, check_options, write_json
 from hf_memeff.recipes.demo.reload import score_in_stock_peft
@@ -155,6 +156,7 @@ def run_demo(options: DemoOptions, say: Callable[[str], object] = print) -> Demo
         comparison_tokens=plan.tokens,
         comparison=figures,
         total_seconds=time.monotonic() - started,
+        environment=Environment.here(device),
     )
     say(f"\n{outcome(result)}\n\n{table(figures)}\n")
     for path in filter(None, (options.output / RECORD_NAME, options.json_file)):

@@ -41,6 +41,7 @@ def test_the_demo_trains_saves_reloads_and_compares(tiny_folder: Path, tmp_path:
     assert record == json.loads((output / RECORD_NAME).read_text())
     assert record["finished"]
     assert record["comparison"][2]["method"] == "mesp"
+    assert {"torch", "peft", "hf_memeff"} <= set(record["environment"]["versions"])
 
     tokenizer = load_tokenizer(find_smollm2(str(tiny_folder)))
     again = PeftModel.from_pretrained(load_model(find_smollm2(str(tiny_folder))), output).eval()
