@@ -47,14 +47,16 @@ def pack(kwargs: dict[str, Any]) -> tuple[PackedArguments, list[Tensor]]:
     return PackedArguments(tuple(kept), spec), tensors
 
 
-def bind(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-    """The hidden states and everything else by name.
+def bind(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Tensor, dict[str, Any]] | None:
+    """The hidden states and everything else by name, or ``None`` for a call whose positional arguments have no names.
 
     Args:
         names: positional parameters of the layer's forward, without ``self``; the first is the hidden states.
         args: positional arguments of the call.
         kwargs: keyword arguments of the call.
     """
+    if not names or len(args) > len(names):
+        return None
     bound = dict(zip(names, args, strict=False)) | kwargs
     return bound.pop(names[0]), bound
 

@@ -21,6 +21,7 @@ from hf_memeff.ops.activations import Activation, identify_activation
 
 logger = logging.getLogger("hf_memeff")
 
+_UNNAMED = "its forward takes arguments without names, of which the hidden states cannot be told apart"
 SELF = "_hf_memeff_self"  # keyword under which the pre-hook hands a layer to its forward
 
 
@@ -105,8 +106,13 @@ class BlockForward:
     @torch.compiler.disable(reason="hf_memeff differentiates blocks by hand, outside of the compiled graph")
     def train_call(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A training call: structured, recomputed whole, or (where re-running would be wrong) the layer's own graph."""
-        hidden, others = bind(self.names, args, kwargs)
-        path, reason, plans = self.path(layer, others)
+        bound = bind(self.names, args, kwargs)
+        if bound is None:
+            if self.strict:
+                raise RuntimeError(strict_message(type(layer).__name__, _UNNAMED))
+            return checkpoint(lambda *a: self.original(layer, *a, **without_cache(kwargs)), *args, use_reentrant=False)
+        hidden, others = bound
+        path, reason, plans = self.path(layer, others, hidden)
         if path == "off":
             return self.original(layer, *args, **kwargs)
         others = without_cache(others)
@@ -177,20 +183,21 @@ class BlockForward:
             return checkpoint(run, hidden, use_reentrant=False)
 
     def path(
-        self, layer: nn.Module, others: dict[str, Any] | None = None
+        self, layer: nn.Module, others: dict[str, Any] | None = None, hidden: Tensor | None = None
     ) -> tuple[str, str, dict[str, LinearPlan] | None]:
         """Which path a training call takes and why.
 
         Args:
             layer: the attached layer.
             others: arguments of the call, or ``None`` to ask without one (the status report).
+            hidden: hidden states of the call, likewise.
 
         Returns:
             ``structured``, ``recompute`` or ``off``; the reason, empty for ``structured``; the projections' plans for
             ``structured``.
         """
         survey = _Survey.of(layer)
-        reason = survey.unreplayable(layer, others)
+        reason = survey.unreplayable(layer, others, hidden)
         if reason:
             return "off", reason, None
         reason = self._unstructured(layer, survey, others)
@@ -211,6 +218,8 @@ class BlockForward:
 
     def _unstructured(self, layer: nn.Module, survey: _Survey, others: dict[str, Any] | None) -> str:
         """Why a call cannot run structured whatever its projections are, or an empty string."""
+        if not self.names:
+            return _UNNAMED
         if self.layout is None:
             return f"the layout of {type(layer).__name__} is not known"
         if self.refusal or self.verdict:
@@ -260,8 +269,9 @@ class _Survey:
                 found.managed = module
         return found
 
-    def unreplayable(self, layer: nn.Module, others: dict[str, Any] | None) -> str:
-        """Why the block must not be run twice, or an empty string."""
+    def unreplayable(self, layer: nn.Module, others: dict[str, Any] | None, hidden: Tensor | None) -> str:
+        """Why the block must not or need not be run twice, or an empty string."""
+        idle = bool(self.adapted)
         active = False
         for module in self.adapted:
             # PEFT hands per-call arguments (adapter_names, aLoRA offsets) to layers by temporary pre-hooks
@@ -271,13 +281,16 @@ class _Survey:
                 if adapter not in module.lora_A:
                     continue
                 active = active or not (module.disable_adapters or module.merged)
+                idle = idle and not active
                 variant = module.lora_variant.get(adapter)
                 if type(variant).__name__.startswith("ALora"):
                     return (
                         f"{_name_of(layer, module)}: aLoRA gets its offsets through hooks that a re-run would not see"
                     )
-        if not active and not self.trained:
-            return "no active adapter or trained weight in this block"
+        if idle and not self.trained:
+            return "its adapters are disabled or merged"
+        if hidden is not None and not (active or self.trained or hidden.requires_grad):
+            return "nothing in this block or before it wants a gradient"
         if others is not None:
             if filled_cache(others):
                 return "a filled key-value cache is passed, to which a re-run would append"

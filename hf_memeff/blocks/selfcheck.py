@@ -70,8 +70,10 @@ def check_block(forward: CheckedForward, layer: nn.Module) -> str:
         with ExitStack() as stack:
             stack.enter_context(replayed_rng(states, device))
             stack.enter_context(autocast_off)
+            stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(_quiet_hooks(layer))
+            dtype = stack.enter_context(_wide_on_cpu(layer, dtype))
             stack.enter_context(_perturbed(layer, forward, generator))
             _, reason, plans = forward.path(layer)
             if plans is None:
@@ -153,6 +155,28 @@ def _keywords(layer: nn.Module) -> tuple[str, ...]:
 
 def _random(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.randn(shape, generator=generator).to(device, dtype)
+
+
+@contextmanager
+def _wide_on_cpu(layer: nn.Module, dtype: torch.dtype) -> Iterator[torch.dtype]:
+    """On a CPU run the check of a half-precision layer in float32: there half precision is slow, and it hides more.
+
+    A 7B model's layer takes 0.8 GB for the moment, and seconds less. Layers with other dtypes (quantised) stay as
+    they are.
+    """
+    halves = [p for p in layer.parameters() if p.dtype in (torch.bfloat16, torch.float16)]
+    plain = all(p.device.type == "cpu" and p.is_floating_point() for p in layer.parameters())
+    if not halves or not plain:
+        yield dtype
+        return
+    undo: list[Any] = []
+    try:
+        for parameter in halves:
+            _swap_data(parameter, parameter.data.float(), undo)
+        yield torch.float32
+    finally:
+        for function, arguments in reversed(undo):
+            function(*arguments)
 
 
 @contextmanager

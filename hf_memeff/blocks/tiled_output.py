@@ -54,6 +54,15 @@ def _subclass(cls: type) -> type:
         return parent.__getitem__(self, key)
 
     parent: Any = cls
+    # DDP and FSDP walk an output's dataclass fields to find its tensors: without the field they do not meet the error
+    fields = {name: field for name, field in parent.__dataclass_fields__.items() if name != "logits"}
     return type(
-        cls.__name__, (cls,), {"__post_init__": post_init, "__getattribute__": getattribute, "__getitem__": getitem}
+        cls.__name__,
+        (cls,),
+        {
+            "__post_init__": post_init,
+            "__getattribute__": getattribute,
+            "__getitem__": getitem,
+            "__dataclass_fields__": fields,
+        },
     )

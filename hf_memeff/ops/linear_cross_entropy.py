@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hf_memeff.ops.precision import accumulation_dtype, autocast_dtype
+from hf_memeff.ops.precision import accumulation_dtype, autocast_dtype, matmul
 
 _FEWEST_CLASSES = 512  # narrower tiles than this cost time and save nothing worth having: rows are split first
 
@@ -78,7 +78,7 @@ class _Sweep:
         if self.weighted.dtype == head.dtype:
             self.weighted.addmm_(weights, head, alpha=self.scale)
         else:
-            self.weighted.add_(weights.to(head.dtype) @ head, alpha=self.scale)
+            self.weighted.add_(matmul(weights.to(head.dtype), head), alpha=self.scale)
 
     def finish(self, head: Tensor) -> Tensor:
         """Loss per row (R,); ``weighted`` becomes the gradient. ``head`` is the whole weight (V, D)."""

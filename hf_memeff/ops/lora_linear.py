@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hf_memeff.ops.dropout import DropMask, draw_mask, replayed_rng, save_rng
-from hf_memeff.ops.precision import accumulation_dtype, autocast_dtype
+from hf_memeff.ops.precision import accumulation_dtype, autocast_dtype, matmul
 
 Rows = slice | Tensor
 
@@ -109,9 +109,9 @@ class LoraTerm:
                 _accumulate(self.grad_a, d_hidden.t(), dropped, 1.0)
         if dx is None:
             return None
-        if self.mask is None and dx.dtype == self.a.dtype:
+        if self.mask is None and dx.dtype == self.a.dtype and dx.dtype not in (torch.bfloat16, torch.float16):
             return dx.addmm_(d_hidden, self.a)
-        branch = d_hidden @ self.a
+        branch = matmul(d_hidden, self.a)
         if self.mask is not None:
             branch = branch.mul_(self.mask.scale).mul_(self.mask.keep[rows])
         return dx.add_(branch)
@@ -130,7 +130,7 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor, alpha: float) -> Non
     if total.dtype == left.dtype:
         total.addmm_(left, right, alpha=alpha)
     else:
-        total.add_(left @ right, alpha=alpha)
+        total.add_(matmul(left, right), alpha=alpha)
 
 
 @dataclass(slots=True)
@@ -217,7 +217,7 @@ class LinearOp:
     def _base_backward(self, g: Tensor, x: Tensor) -> Tensor:
         if self.call is None:
             assert self.weight is not None
-            return (g.to(self.weight.dtype) @ self.weight).to(x.dtype)
+            return matmul(g.to(self.weight.dtype), self.weight).to(x.dtype)
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
             y = self.call(leaf)

@@ -1,13 +1,12 @@
-"""What can only be seen on a GPU: autocast and dropout with the CUDA generator, and the pinned store, through whole steps."""
+"""What can only be seen on a GPU, through whole steps: autocast, dropout with the CUDA generator, the stores."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from blocks._models import adapted, engine, errors, step
 from hf_memeff.memory import measure_peak_memory
-
-from ._models import adapted, engine, errors, step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
