@@ -77,6 +77,20 @@ def test_ten_losses_are_lora_s_however_checkpointing_is_switched_on(
     assert [m for m in ours if "checkpointing" in m] == ours and len(ours) == 1
 
 
+@pytest.mark.parametrize("method", ["mesp", "callback"])
+def test_c41_eight_rows_at_once_and_two_by_four_give_equal_runs(tmp_path, method):
+    """Prompts are labelled -100, so micro-batches hold uneven numbers of labels; clipping would hide a wrong scale."""
+    settings = {"bf16": False, "max_grad_norm": 0.0, "learning_rate": 1e-3}
+    whole = {"per_device_train_batch_size": 8}
+    expected = run(tmp_path, "lora", **whole, **settings)
+    for split in (whole, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}):
+        trainer = run(tmp_path, method, **split, **settings)
+        assert largest_difference(losses(trainer), losses(expected)) <= 1e-5
+        stock = trained_weights(expected.model)
+        for name, weight in trained_weights(trainer.model).items():
+            torch.testing.assert_close(weight, stock[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
 @pytest.fixture(scope="module")
 def lora_bf16_runs(tmp_path_factory):
     """Losses of plain LoRA with TRL's default bf16, by how the eight rows of a step are split into micro-batches."""

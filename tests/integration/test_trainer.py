@@ -78,6 +78,15 @@ def test_gradient_checkpointing_changes_nothing_and_is_mentioned_once(tmp_path, 
     assert len(messages) == 1 and "checkpointing" in messages[0] and "cache" in messages[0]
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_bf16_autocast_rounds_the_tiled_loss_as_lora_s(tmp_path, tiled_calls, method):
+    settings = {"bf16": True, "learning_rate": 1e-3}
+    stock, built = train(tmp_path, **settings), train(tmp_path, method, **settings)
+    assert [shape[0] for shape in tiled_calls if shape[0] > 1] == [2] * 4
+    assert losses(built)[0] == pytest.approx(losses(stock)[0], abs=1e-6)
+    assert losses(built) == pytest.approx(losses(stock), abs=1e-3)  # later steps follow gradients rounded to bf16
+
+
 # other losses
 
 
