@@ -108,6 +108,8 @@ class BlockForward:
         """A training call: structured, recomputed whole, or (where re-running would be wrong) the layer's own graph."""
         bound = bind(self.names, args, kwargs)
         if bound is None:
+            if _Survey.of(layer).unreplayable(layer, kwargs, None):
+                return self.original(layer, *args, **kwargs)
             if self.strict:
                 raise RuntimeError(strict_message(type(layer).__name__, _UNNAMED))
             return checkpoint(lambda *a: self.original(layer, *a, **without_cache(kwargs)), *args, use_reentrant=False)
@@ -251,7 +253,7 @@ class _Survey:
         managed: a module below the layer that accelerate's hooks manage, or ``None``.
     """
 
-    adapted: list[nn.Module]
+    adapted: list[Any]
     trained: list[tuple[nn.Module, str]]
     managed: nn.Module | None
 
@@ -268,6 +270,11 @@ class _Survey:
             if "_hf_hook" in fields and module is not layer:
                 found.managed = module
         return found
+
+    def _trained_besides_adapters(self) -> bool:
+        """Whether a weight wants a gradient that is no adapter's (a merged adapter's factors keep asking for one)."""
+        factors = {f for m in self.adapted for d in (m.lora_A, m.lora_B) for f in d.modules()}
+        return any(module not in factors for module, _ in self.trained)
 
     def unreplayable(self, layer: nn.Module, others: dict[str, Any] | None, hidden: Tensor | None) -> str:
         """Why the block must not or need not be run twice, or an empty string."""
@@ -287,7 +294,7 @@ class _Survey:
                     return (
                         f"{_name_of(layer, module)}: aLoRA gets its offsets through hooks that a re-run would not see"
                     )
-        if idle and not self.trained:
+        if idle and not self._trained_besides_adapters():
             return "its adapters are disabled or merged"
         if hidden is not None and not (active or self.trained or hidden.requires_grad):
             return "nothing in this block or before it wants a gradient"
