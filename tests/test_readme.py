@@ -18,13 +18,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 import hf_memeff
 from helpers import fill_adapters, loss_and_gradients, tiny_model, token_batch, worst_relative_error
 from hf_memeff import MespConfig, memeff_status
-from hf_memeff.benchmarks.cases import DEFAULT_CASES
 from hf_memeff.benchmarks.methods import METHODS
 from hf_memeff.benchmarks.render import render_file
 from hf_memeff.benchmarks.results import RESULTS_FOLDER, read_method_results
+from hf_memeff.benchmarks.tables import length_sweep
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMITTED = read_method_results(RESULTS_FOLDER / "mesp.json")
 LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 
@@ -41,19 +42,20 @@ def test_figures_are_rendered_and_never_typed() -> None:
     assert not re.findall(r"\d+(?:\.\d+)? ?(?:%|MB|MiB|GiB|GB|times|x\b|seconds)", prose)
 
 
-def test_every_committed_result_of_the_default_cases_is_there_and_right() -> None:
-    results = {(r.case, r.method): r for r in read_method_results(RESULTS_FOLDER / "mesp.json")}
+def test_committed_results_have_every_method_where_it_matters_and_are_right() -> None:
+    results = {(r.tokens, r.method): r for r in length_sweep(COMMITTED)}
     on_cpu = [name for name, method in METHODS.items() if not method.gpu_only]
-    missing = [(c.key, m) for c in DEFAULT_CASES for m in c.methods or on_cpu if (c.key, m) not in results]
-    assert not missing
-    assert all(r.gradient_error <= r.gradient_error_limit for r in results.values())
-    assert all(r.gradient_error_limit == 1e-5 for r in results.values() if r.dtype == "fp32")
+    assert not [(n, m) for n in (256, 1024) for m in on_cpu if (n, m) not in results]
+    assert {r.model for r in results.values()} == {"SmolLM2-135M"}
+    assert all(r.gradient_error <= r.gradient_error_limit for r in COMMITTED)
+    assert all(r.gradient_error_limit == 1e-5 for r in COMMITTED if r.dtype == "fp32")
 
 
 def test_the_committed_peak_grows_no_faster_than_the_sequence() -> None:
-    results = {r.case: r for r in read_method_results(RESULTS_FOLDER / "mesp.json") if r.method == "mesp"}
-    peaks = [results[f"SmolLM2-135M/fp32/{tokens}/r8"].peak_bytes for tokens in (128, 256, 512, 1024, 2048)]
-    assert all(longer <= 2 * shorter for shorter, longer in pairwise(peaks))
+    peaks = sorted((r.tokens, r.peak_bytes) for r in length_sweep(COMMITTED) if r.method == "mesp")
+    assert len(peaks) >= 2
+    for (short, small), (long, large) in pairwise(peaks):
+        assert large / small <= long / short
 
 
 def test_linked_files_exist() -> None:

@@ -92,7 +92,7 @@ class Case:
     dtype: str
     tokens: int
     rank: int
-    rounds: int = 5
+    rounds: int = 3
     resident: bool = False
     methods: tuple[str, ...] = ()
 
@@ -130,18 +130,18 @@ _CLOSEST = ("lora-checkpointing", "lora-checkpointing-tiled", "mesp", "mesp-disk
 # The most telling first, since a run may be interrupted. The sweep over length has every method as far as that takes
 # minutes; elsewhere there are the closest ones.
 DEFAULT_CASES = (
-    Case("SmolLM2-135M", "fp32", 256, 8, rounds=3),
-    Case("SmolLM2-135M", "fp32", 1024, 8, rounds=3, resident=True),
-    Case("SmolLM2-135M", "fp32", 128, 8, rounds=2),
-    Case("SmolLM2-135M", "fp32", 512, 8, rounds=2),
-    Case("SmolLM2-135M", "fp32", 2048, 8, rounds=2, methods=_CLOSEST),
-    *(Case("SmolLM2-135M", "fp32", 256, rank, rounds=2, methods=_CLOSEST) for rank in (4, 16, 32)),
-    Case("SmolLM2-135M", "bf16", 256, 8, rounds=0, methods=_CLOSEST),
-    Case("Qwen2.5-0.5B", "fp32", 256, 8, rounds=1, methods=_CLOSEST),
-    Case("Qwen2.5-0.5B", "fp32", 1024, 8, rounds=1, methods=_CLOSEST),
+    Case("SmolLM2-135M", "fp32", 256, 8),
+    Case("SmolLM2-135M", "fp32", 1024, 8, resident=True),
+    Case("SmolLM2-135M", "fp32", 128, 8),
+    Case("SmolLM2-135M", "fp32", 512, 8),
+    Case("SmolLM2-135M", "fp32", 2048, 8, methods=_CLOSEST),
+    *(Case("SmolLM2-135M", "fp32", 256, rank, methods=_CLOSEST) for rank in (4, 16, 32)),
+    Case("SmolLM2-135M", "bf16", 256, 8, methods=_CLOSEST),
+    Case("Qwen2.5-0.5B", "fp32", 256, 8, methods=_CLOSEST),
+    Case("Qwen2.5-0.5B", "fp32", 1024, 8, methods=_CLOSEST),
     Case("Qwen2.5-1.5B", "fp32", 256, 8, rounds=0, methods=_CLOSEST),
 )
-QUICK_CASES = (Case("SmolLM2-135M", "fp32", 256, 8, rounds=3),)
+QUICK_CASES = (Case("SmolLM2-135M", "fp32", 256, 8),)
 
 
 def select_cases(

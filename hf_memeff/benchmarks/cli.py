@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tqdm.auto import tqdm
 
 from hf_memeff.benchmarks.cases import DTYPES, MODELS, Case, select_cases
@@ -84,6 +85,7 @@ def run(arguments: argparse.Namespace, load_smollm2: Callable[[torch.dtype], Any
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch's profiler, the memory meter, logs two lines per use
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # renamings that concern PEFT
+    transformers.utils.logging.disable_progress_bar()  # loading and saving would draw over the benchmark's own bar
     try:
         if arguments.render or arguments.check:
             return _render(arguments)

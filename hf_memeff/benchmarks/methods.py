@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from hf_memeff.benchmarks.tiled_loss import row_tiled_cross_entropy
 
 GRADIENT_REFERENCE = "lora"
 TIME_REFERENCE = "lora-checkpointing"
+
+_WARM_UP_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -75,15 +78,19 @@ class Trainee:
     Attributes:
         model: the `PeftModel`, in train mode, gradients allocated.
         step: one forward and backward; adds to the gradients.
+        warm_up: the same on the first few tokens, for what a model does only once.
     """
 
     model: Any
     step: Callable[[], None]
+    warm_up: Callable[[], None]
+
+    def clear(self) -> None:
+        """Set all gradients to zero; they stay allocated."""
+        self.model.zero_grad(set_to_none=False)
 
     def gradient(self) -> Tensor:
-        """All adapter gradients of one step in one float64 vector on the CPU, in the order of the parameters' names."""
-        self.model.zero_grad(set_to_none=False)
-        self.step()
+        """All adapter gradients in one float64 vector on the CPU, in the order of the parameters' names."""
         parameters = [p for _, p in sorted(self.model.named_parameters()) if p.requires_grad]
         return torch.cat([p.grad.flatten().double().cpu() for p in parameters])
 
@@ -112,21 +119,21 @@ def make_trainee(method: Method, base: Any, case: Case, like: Trainee | None = N
     ids = _token_ids(case, base.device)
     row_tiles = method.tiled_loss and method.tuner == "lora"
 
-    def loss() -> Tensor:
+    def loss(ids: Tensor) -> Tensor:
         if not row_tiles:
             return model(input_ids=ids, labels=ids, use_cache=False).loss
         inner = model.get_base_model()
         hidden = inner.base_model(input_ids=ids, use_cache=False).last_hidden_state
         head = inner.get_output_embeddings().weight
         total = row_tiled_cross_entropy(hidden[0, :-1], head, ids[0, 1:], case.loss_tile_bytes)
-        return total / (case.tokens - 1)
+        return total / (ids.shape[1] - 1)
 
-    def step() -> None:
+    def step(ids: Tensor) -> None:
         with torch.autocast(base.device.type, DTYPES["bf16"], enabled=base.dtype == DTYPES["bf16"]):
-            value = loss()
+            value = loss(ids)
         value.backward()
 
-    return Trainee(model, step)
+    return Trainee(model, partial(step, ids), partial(step, ids[:, :_WARM_UP_TOKENS]))
 
 
 def _token_ids(case: Case, device: torch.device) -> Tensor:

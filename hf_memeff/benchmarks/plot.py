@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_memeff.benchmarks.methods import METHODS
 from hf_memeff.benchmarks.results import MethodResult
-from hf_memeff.benchmarks.tables import length_sweep
+from hf_memeff.benchmarks.tables import length_sweep, steady_ratio
 
 _COLOURS = {"lora": "#888888", "lora-checkpointing": "#1f77b4", "lora-reentrant": "#9467bd", "mesp": "#d62728"}
 
@@ -38,7 +38,7 @@ def plot_results(results: Sequence[MethodResult], path: Path) -> bool:
         for name in METHODS:
             own = [result for result in sweep if result.method == name]
             peaks = [(r.tokens, r.peak_bytes / 2**20) for r in own if r.peak_bytes is not None]
-            ratios = [(r.tokens, r.time_ratio) for r in own if r.time_ratio is not None]
+            ratios = [(r.tokens, ratio) for r in own if (ratio := steady_ratio(r)) is not None]
             if own:
                 _line(memory, peaks, name)
                 _line(time, ratios, name)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from hf_memeff.benchmarks.cases import DTYPES, Case
 from hf_memeff.benchmarks.methods import METHODS, make_trainee
 
 _SAMPLE_SECONDS = 0.001
-_WARM_UP_TOKENS = 16
 
 
 def resident_growth_bytes(folder: Path, case: Case, method: str) -> int | None:
@@ -90,10 +89,8 @@ def main() -> None:
     request = json.loads(sys.argv[1])
     case, method = Case(**request["case"]), METHODS[request["method"]]
     base = AutoModelForCausalLM.from_pretrained(request["folder"], dtype=DTYPES[case.dtype])
-    warm_up = make_trainee(method, base, replace(case, tokens=_WARM_UP_TOKENS))
-    warm_up.step()
-    del warm_up
     trainee = make_trainee(method, base, case)
+    trainee.warm_up()
     gc.collect()
     if hasattr(ctypes.CDLL(None), "malloc_trim"):
         ctypes.CDLL(None).malloc_trim(0)

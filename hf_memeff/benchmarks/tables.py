@@ -13,6 +13,7 @@ NEVER_ON_A_GPU = "never run on a GPU yet"
 
 _TILED_REFERENCE = TIME_REFERENCE + "-tiled"
 _HEADLINE_TOKENS = 1024
+_ENOUGH_ROUNDS = 3
 
 
 def length_sweep(results: Sequence[MethodResult]) -> list[MethodResult]:
@@ -30,6 +31,11 @@ def _setting(result: MethodResult) -> tuple[str, str, int, str]:
     return result.model, result.dtype, result.rank, result.device
 
 
+def steady_ratio(result: MethodResult) -> float | None:
+    """The time ratio if it is the median of enough rounds to be more than chance; None otherwise."""
+    return result.time_ratio if len(result.step_seconds) >= _ENOUGH_ROUNDS else None
+
+
 def peak_table(results: Sequence[MethodResult]) -> str:
     """Peak memory by method and length, with each method's largest gradient error."""
     return _by_method(length_sweep(results), "peak, MiB", _mebibytes, with_error=True)
@@ -37,7 +43,7 @@ def peak_table(results: Sequence[MethodResult]) -> str:
 
 def time_table(results: Sequence[MethodResult]) -> str:
     """Step time by method and length, as a ratio to checkpointing."""
-    timed = [result for result in length_sweep(results) if result.time_ratio is not None]
+    timed = [result for result in length_sweep(results) if steady_ratio(result) is not None]
     return _by_method(timed, "step time", _ratio)
 
 
@@ -87,7 +93,9 @@ def methods_table(results: Sequence[MethodResult]) -> str:
                 "MeSP (`MespConfig`)",
                 f"LoRA's; largest fp32 error measured: {_error(max(errors))}",
                 ", ".join(saves),
-                f"{_ratio(mesp)} of {METHODS[TIME_REFERENCE].title}",
+                f"{_ratio(mesp)} of {METHODS[TIME_REFERENCE].title}'s"
+                if steady_ratio(mesp) is not None
+                else NOT_MEASURED,
                 "plain LoRA",
             ]
         ],
@@ -178,7 +186,8 @@ def _mebibytes(result: MethodResult | None) -> str:
 
 
 def _ratio(result: MethodResult | None) -> str:
-    return "-" if result is None or result.time_ratio is None else f"{result.time_ratio:.2f}"
+    ratio = None if result is None else steady_ratio(result)
+    return "-" if ratio is None else f"{ratio:.2f}"
 
 
 def _error(value: float) -> str:

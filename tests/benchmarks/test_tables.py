@@ -37,6 +37,12 @@ def test_times_stand_by_method_and_length(sweep) -> None:
     ]
 
 
+def test_a_median_of_two_rounds_is_not_shown(sweep) -> None:
+    short = [replace(r, step_seconds=(1.0, 1.0), reference_seconds=(2.0, 2.0)) for r in sweep]
+    assert tables.time_table(short) == tables.NOT_MEASURED
+    assert "0.50" not in tables.methods_table(short) + tables.other_cases_table(short)
+
+
 def test_what_is_not_in_the_sweep_has_a_table_of_its_own(sweep) -> None:
     header, row = rows(tables.other_cases_table(sweep))
     assert header[:4] == ["model", "dtype", "tokens", "rank"]
