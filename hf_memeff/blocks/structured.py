@@ -255,7 +255,7 @@ def _row_tiles(count: int, rows: Tensor | None, size: int) -> Iterator[slice | T
     if rows is not None:
         yield from rows.split(size)
         return
-    for start in range(0, count, size):
+    for start in range(0, max(count, 1), size):  # one empty tile for no rows, whose results have the right widths
         yield slice(start, min(start + size, count))
 
 
@@ -301,7 +301,8 @@ class StructuredBlock(torch.autograd.Function):
             if output is None:
                 output = torch.empty(len(flat), y.shape[-1], dtype=y.dtype, device=y.device)
             output[rows] = y
-        return hidden.clone() if output is None else output.view(hidden.shape)
+        assert output is not None
+        return output.view(hidden.shape)
 
     @staticmethod
     @once_differentiable
