@@ -115,7 +115,7 @@ def test_default_bf16_losses_are_as_close_as_lora_s_under_other_micro_batches(tm
 @pytest.mark.parametrize("bf16", [True, False])
 def test_peak_memory_is_below_lora_with_checkpointing(tmp_path, bf16):
     """The MLP is wide, so that blocks outweigh the tile of 32,768 columns that TRL's loss takes for any vocabulary."""
-    data = Dataset.from_dict({"text": texts(2, 32, 32)})
+    data = Dataset.from_dict({"text": texts(2, 64, 64)})
     peaks = {}
     for method, (config_cls, callback) in METHODS.items():
         model = tiny_model(intermediate_size=8192)
