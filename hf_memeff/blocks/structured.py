@@ -268,7 +268,7 @@ def _project(pass_: _Pass, flat: Tensor, shape: torch.Size) -> list[Tensor]:
             whole = [torch.empty(len(flat), o.shape[-1], dtype=o.dtype, device=o.device) for o in outputs]
         for target, output in zip(whole, outputs, strict=True):
             target[rows] = output
-    return [w.view(*shape[:-1], -1) for w in whole]
+    return [w.view(*shape[:-1], w.shape[-1]) for w in whole]
 
 
 class StructuredBlock(torch.autograd.Function):
@@ -292,7 +292,7 @@ class StructuredBlock(torch.autograd.Function):
         pass_ = _Pass(call, hidden, adapters, None)
         pass_.prepare_head()
         attended = _attend(call, _project(pass_, flat, hidden.shape), hidden, call.arguments.unpack(others))
-        attended = attended.reshape(len(flat), -1)
+        attended = attended.flatten(0, -2)
         pass_.prepare_tail()
         output: Tensor | None = None
         # a forward pass holds less than a backward pass at its peak, so its tiles may be twice as tall
