@@ -127,10 +127,10 @@ def load_tokenizer(source: ModelSource) -> Any:
         source: from `find_smollm2`.
 
     Returns:
-        A `transformers.PreTrainedTokenizerBase` with a padding token (the end-of-text token where it had none).
+        A `transformers.PreTrainedTokenizerBase` with a padding token (the end token where it had none).
 
     Raises:
-        ModelUnavailableError: the GGUF reader is missing, or there is no tokenizer.
+        ModelUnavailableError: the GGUF reader is missing, or there is no tokenizer, or it has no end token.
     """
     import transformers
 
@@ -145,6 +145,11 @@ def load_tokenizer(source: ModelSource) -> Any:
             f"Got {source.path!r} without a usable tokenizer ({_first_line(error)}), expected one beside the weights. "
             "Fix: pass another --model."
         ) from error
+    if tokenizer.eos_token is None:
+        raise ModelUnavailableError(
+            f"Got {source.path!r}, whose tokenizer has no end token, expected one to end answers with. Fix: pass "
+            "another --model, or set eos_token in its tokenizer_config.json."
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -177,6 +177,14 @@ def test_a_folder_without_tokenizer_is_refused(tiny_folder: Path, tmp_path: Path
         load_tokenizer(find_smollm2(str(tmp_path)))
 
 
+def test_a_tokenizer_without_end_token_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(find_smollm2(str(tiny_folder)))
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ModelUnavailableError, match="no end token"):
+        load_tokenizer(ModelSource(str(tmp_path), None, "a test"))
+
+
 def test_a_missing_gguf_reader_is_named_with_its_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_source.importlib.util, "find_spec", lambda name: None)
     for load in (load_model, load_tokenizer):

@@ -41,7 +41,7 @@ class DemoOptions:
         minutes: time limit of the whole run; training is shortened to keep it.
     """
 
-    steps: int = 48
+    steps: int = 64
     model: str | None = None
     method: str = "mesp"
     device: str | None = None
@@ -64,9 +64,9 @@ def check_options(options: DemoOptions) -> str:
             or the JSON file cannot be written, or the folder holds something that is not an earlier demo's.
     """
     if options.steps < 1:
-        raise DemoError(f"Got --steps {options.steps}, expected at least 1. Fix: --steps 48 is the default.")
+        raise DemoError(f"Got --steps {options.steps}, expected at least 1. Fix: leave it out for the default.")
     if not options.minutes > 0:
-        raise DemoError(f"Got --minutes {options.minutes}, expected more than 0. Fix: --minutes 10 is the default.")
+        raise DemoError(f"Got --minutes {options.minutes}, expected more than 0. Fix: leave it out for the default.")
     if options.method not in METHODS:
         raise DemoError(f"Got --method {options.method}, expected one of {', '.join(METHODS)}. Fix: pass one of these.")
     available = _available_devices()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from jinja2 import TemplateError
 from torch import Tensor
 
 from hf_memeff.benchmarks.comparison import with_shared_weights, wrap
@@ -169,23 +170,31 @@ def encode(tokenizer: Any, rows: Sequence[InstructionRow]) -> list[TokenRow]:
     """Turn rows into token ids with the model's own chat template.
 
     Args:
-        tokenizer: of the model. Without a chat template, the note and a line break stand for the chat.
+        tokenizer: of the model.
         rows: to encode.
 
     Returns:
-        One entry per row; the answer ends with the tokenizer's end-of-turn token.
+        One entry per row; the answer ends with the tokenizer's end token.
     """
     encoded = []
     for row in rows:
-        prompt = f"{SYSTEM_PROMPT}\n{row.note}\n"
-        if tokenizer.chat_template is not None:
-            chat = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": row.note}]
-            prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        prompt_ids, answer_ids = (
-            tokenizer(text, add_special_tokens=False).input_ids for text in (prompt, row.ticket + tokenizer.eos_token)
-        )
+        texts = _prompt(tokenizer, row.note), row.ticket + tokenizer.eos_token
+        prompt_ids, answer_ids = (tokenizer(text, add_special_tokens=False).input_ids for text in texts)
         encoded.append(TokenRow(prompt_ids, answer_ids))
     return encoded
+
+
+def _prompt(tokenizer: Any, note: str) -> str:
+    """The chat up to where the assistant answers; plain lines for a model without chat template."""
+    plain = f"{SYSTEM_PROMPT}\n{note}\n"
+    if tokenizer.chat_template is None:
+        return plain
+    chat = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": note}]
+    try:
+        return str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
+    except TemplateError:  # the templates of Gemma and others refuse a system message
+        chat = [{"role": "user", "content": plain}]
+        return str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
 
 
 def _announce_and_find(options: DemoOptions, device: str, say: Callable[[str], object]) -> ModelSource:

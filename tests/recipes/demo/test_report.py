@@ -96,8 +96,8 @@ def test_the_announcement_names_download_memory_disk_and_time() -> None:
 
 
 def test_a_shortened_training_says_so() -> None:
-    assert "shortened from 48 to 20 steps" in training_line(DemoOptions(), 20, 3.0)
-    assert "shortened" not in training_line(DemoOptions(), 48, 3.0)
+    assert "shortened from 48 to 20 steps" in training_line(DemoOptions(steps=48), 20, 3.0)
+    assert "shortened" not in training_line(DemoOptions(steps=48), 48, 3.0)
 
 
 def test_the_model_line_counts_parameters_and_paths(tiny_folder: Path) -> None:

@@ -16,7 +16,7 @@ from hf_memeff.recipes.demo.options import RECORD_NAME, DemoOptions
 from hf_memeff.recipes.demo.reload import Reloaded, ReloadError, score_in_stock_peft
 from hf_memeff.recipes.demo.run import encode
 from hf_memeff.recipes.demo.stock_peft import TokenRow, answer_loss
-from hf_memeff.recipes.instruction_data import load_rows
+from hf_memeff.recipes.instruction_data import SYSTEM_PROMPT, load_rows
 from hf_memeff.recipes.model_source import find_smollm2, load_model, load_tokenizer
 
 
@@ -84,3 +84,14 @@ def test_rows_are_encoded_with_the_chat_template_of_the_model(tiny_folder: Path)
     (chat,) = encode(tokenizer, [row])
     assert tokenizer.decode(chat.prompt).startswith("<system>")
     assert tokenizer.decode(chat.prompt).endswith(f"<user>{row.note}<answer>")
+
+
+def test_a_template_that_refuses_system_messages_gets_one_user_message(tiny_folder: Path) -> None:
+    tokenizer = load_tokenizer(find_smollm2(str(tiny_folder)))
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+        "<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"
+    )
+    row = load_rows("train")[0]
+    (chat,) = encode(tokenizer, [row])
+    assert tokenizer.decode(chat.prompt) == f"<user>{SYSTEM_PROMPT}\n{row.note}\n<answer>"
