@@ -79,6 +79,8 @@ def detach_blocks(model: nn.Module) -> None:
             if isinstance(forward, BlockForward):
                 if forward.previous is not None:
                     module.__dict__[slot] = forward.previous
+                elif slot == "_old_forward":  # accelerate's hooks came after ours and took it for the layer's own
+                    module.__dict__[slot] = type(module).forward.__get__(module)
                 else:
                     del module.__dict__[slot]
         _remove_hooks(module)

@@ -294,6 +294,8 @@ class _Survey:
                     return (
                         f"{_name_of(layer, module)}: aLoRA gets its offsets through hooks that a re-run would not see"
                     )
+        if getattr(getattr(layer, "_hf_hook", None), "offload", False):
+            return "a hook around the block offloads its weights, which a re-run would not bring back"
         if idle and not self._trained_besides_adapters():
             return "its adapters are disabled or merged"
         if hidden is not None and not (active or self.trained or hidden.requires_grad):

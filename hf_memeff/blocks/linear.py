@@ -132,6 +132,8 @@ def plan_linear(module: Any) -> LinearPlan | str:
             )
     if any(_has_hooks(m) for t in terms for m in (t.lora_a, t.lora_b, t.dropout)):
         return "its adapter has forward hooks, which a structured pass would skip"
+    if any("forward" in m.__dict__ for t in terms for m in (t.lora_a, t.lora_b)):
+        return "its adapter's forward was replaced (offloading hooks)"
     return _plan_base(module.base_layer, tuple(terms))
 
 

@@ -294,15 +294,15 @@ class StructuredBlock(torch.autograd.Function):
         attended = _attend(call, _project(pass_, flat, hidden.shape), hidden, call.arguments.unpack(others))
         attended = attended.flatten(0, -2)
         pass_.prepare_tail()
-        output: Tensor | None = None
+        output: Tensor | None = None  # allocated in its final shape: FSDP2 warns of a block that returns a view
         # a forward pass holds less than a backward pass at its peak, so its tiles may be twice as tall
         for rows in _row_tiles(len(flat), None, 2 * call.tile):
             y = pass_.tail(flat[rows], attended[rows], rows)
             if output is None:
-                output = torch.empty(len(flat), y.shape[-1], dtype=y.dtype, device=y.device)
-            output[rows] = y
+                output = torch.empty(hidden.shape, dtype=y.dtype, device=y.device)
+            output.view(len(flat), -1)[rows] = y
         assert output is not None
-        return output.view(hidden.shape)
+        return output
 
     @staticmethod
     @once_differentiable
