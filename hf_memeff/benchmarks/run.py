@@ -83,7 +83,7 @@ class Bench:
 
     def _steps(self, case: Case, todo: Sequence[str]) -> int:
         untested = sum(self.journal.find(case, name, self.device) is None for name in todo)
-        return untested + case.rounds * len({*todo, TIME_REFERENCE} if todo else ())
+        return untested + self._missing_rounds(case, todo) * len({*todo, TIME_REFERENCE})
 
     def _run_case(self, case: Case, todo: Sequence[str]) -> None:
         self.advance(f"{case.key}: loading", 0)
@@ -100,7 +100,8 @@ class Bench:
             if not self._verify_and_measure(case, METHODS[name], trainees[name], reference, base):
                 del trainees[name]
         if case.rounds and trainees:
-            trainees.setdefault(TIME_REFERENCE, make_trainee(METHODS[TIME_REFERENCE], base, case, like=anchor))
+            if TIME_REFERENCE not in trainees:
+                trainees[TIME_REFERENCE] = make_trainee(METHODS[TIME_REFERENCE], base, case, like=anchor)
             self._time(case, trainees, todo)
 
     def _base(self, case: Case) -> Any:
@@ -160,19 +161,28 @@ class Bench:
             return resident_growth_bytes(Path(folder), case, method)
 
     def _time(self, case: Case, trainees: dict[str, Trainee], todo: Sequence[str]) -> None:
-        """Interleaved rounds; the order rotates, so that none always runs first. Written after each round."""
-        seconds: dict[str, list[float]] = {name: [] for name in trainees}
+        """Add the missing rounds, interleaved in a rotating order, so that none always runs first; writes each round."""
         order = list(trainees)
-        for index in range(case.rounds):
+        for index in range(self._missing_rounds(case, todo)):
+            seconds = {}
             turn = index % len(order)
             for name in order[turn:] + order[:turn]:
                 self.advance(f"{case.key}: {name}, time", 0)
-                seconds[name].append(timed(trainees[name].step, self.device))
+                seconds[name] = timed(trainees[name].step, self.device)
                 self.advance(case.key, 1)
             for name in set(todo) & set(trainees):
                 result = self.journal.results[case.key, name, self.device]
-                times = tuple(seconds[name]), tuple(seconds[TIME_REFERENCE])
-                self.journal.add(replace(result, step_seconds=times[0], reference_seconds=times[1]))
+                self.journal.add(
+                    replace(
+                        result,
+                        step_seconds=(*result.step_seconds, seconds[name]),
+                        reference_seconds=(*result.reference_seconds, seconds[TIME_REFERENCE]),
+                    )
+                )
+
+    def _missing_rounds(self, case: Case, todo: Sequence[str]) -> int:
+        found = [self.journal.find(case, name, self.device) for name in todo]
+        return max((case.rounds - (len(result.step_seconds) if result else 0) for result in found), default=0)
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,8 @@ def methods_table(results: Sequence[MethodResult]) -> str:
     errors = [
         result.gradient_error for result in results if result.method.startswith("mesp") and result.dtype == "fp32"
     ]
+    timed = [r for r in length_sweep(results) if r.method == "mesp" and steady_ratio(r) is not None]
+    longest = max(timed, key=lambda result: result.tokens, default=None)
     saves = [
         f"{share} of {METHODS[name].title}"
         for name in ("lora", TIME_REFERENCE, _TILED_REFERENCE)
@@ -93,8 +95,8 @@ def methods_table(results: Sequence[MethodResult]) -> str:
                 "MeSP (`MespConfig`)",
                 f"LoRA's; largest fp32 error measured: {_error(max(errors))}",
                 ", ".join(saves),
-                f"{_ratio(mesp)} of {METHODS[TIME_REFERENCE].title}'s"
-                if steady_ratio(mesp) is not None
+                f"{_ratio(longest)} of {METHODS[TIME_REFERENCE].title} ({longest.tokens} tokens)"
+                if longest
                 else NOT_MEASURED,
                 "plain LoRA",
             ]

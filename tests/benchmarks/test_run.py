@@ -115,7 +115,11 @@ def test_an_interrupted_run_keeps_what_it_had(tmp_path: Path, monkeypatch: pytes
     assert [result.method for result in results] == list(METHODS)
     assert {len(result.step_seconds) for result in results} == {1}  # the round that was complete
     monkeypatch.setattr(module, "timed", own)
-    assert Counted(path).run().done == 2 * 3
+    first = [result.step_seconds[0] for result in results]
+    assert Counted(path).run().done == 3
+    again = read_method_results(path)
+    assert [result.step_seconds[0] for result in again] == first
+    assert {len(result.step_seconds) for result in again} == {2}
 
 
 def test_a_wrong_gradient_is_reported_and_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
