@@ -161,7 +161,7 @@ class Bench:
             return resident_growth_bytes(Path(folder), case, method)
 
     def _time(self, case: Case, trainees: dict[str, Trainee], todo: Sequence[str]) -> None:
-        """Add the missing rounds, interleaved in a rotating order, so that none always runs first; writes each round."""
+        """Add the missing rounds, interleaved in rotating order, so that none always runs first; writes each round."""
         order = list(trainees)
         for index in range(self._missing_rounds(case, todo)):
             seconds = {}
