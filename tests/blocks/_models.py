@@ -145,6 +145,8 @@ def worst_errors(model: nn.Module, batches: dict[str, dict[str, Any]], **options
     expected = {name: step(model, batch) for name, batch in batches.items()}
     with engine(model, **{"strict": True, **options}):
         got = {name: step(model, batch) for name, batch in batches.items()}
+        if options.get("strict", True):  # else nothing but stock LoRA would be compared with itself
+            assert paths(model) and set(paths(model)) == {"structured"}
     for name in batches:
         same = torch.equal(got[name].random, expected[name].random)
         assert same, f"{name}: the engine consumed other random numbers than LoRA"
