@@ -52,7 +52,7 @@ class DemoResult:
         trained_loss: the trained model's loss on them, where it was trained.
         logit_difference: largest difference between the two models' logits of the first answer token.
         foreign_modules: modules of this package that the other process had imported.
-        comparison_tokens: length of the one sequence that the methods were compared on.
+        comparison_tokens: length of the one random sequence that the methods were compared on.
         comparison: figures per method.
         total_seconds: of the whole run.
         environment: machine and versions.

@@ -138,8 +138,8 @@ def run_demo(options: DemoOptions, say: Callable[[str], object] = print) -> Demo
         run.steps,
         min(60 * options.minutes * _COMPARISON_SHARE, deadline - time.monotonic()),
     )
-    report(f"Comparing the methods on 1 x {plan.tokens} tokens in fp32, with random values in the adapters' B ...")
-    figures = compare_methods(setting.base, setting.train_tokens, plan, device, deadline - plan.seconds / plan.rounds)
+    report(f"Comparing the methods on 1 x {plan.tokens} random tokens in fp32, adapters with random B ...")
+    figures = compare_methods(setting.base, plan, device, deadline - plan.seconds / plan.rounds)
     result = DemoResult(
         method=options.method,
         model=setting.source.published_name or setting.source.path,

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from hf_memeff.recipes.demo.comparison import ComparisonPlan, compare_methods, plan_comparison, shortest_comparison
-from hf_memeff.recipes.demo.stock_peft import TokenRow
 from hf_memeff.recipes.model_source import find_smollm2, load_model
 
 
@@ -33,8 +32,7 @@ def test_with_no_time_the_shortest_is_planned() -> None:
 def test_each_method_is_measured_on_the_base_model_which_stays_as_it_was(tiny_folder: Path) -> None:
     base = load_model(find_smollm2(str(tiny_folder)))
     names = [name for name, _ in base.named_parameters()]
-    rows = [TokenRow([5, 6, 7], [8, 9, 0]), TokenRow([10, 11], [12, 0])]
-    figures = compare_methods(base, rows, ComparisonPlan(64, 2, 0.0), "cpu", time.monotonic() + 60)
+    figures = compare_methods(base, ComparisonPlan(64, 2, 0.0), "cpu", time.monotonic() + 60)
     assert [entry.method for entry in figures] == ["lora", "lora-checkpointing", "mesp"]
     assert all(len(entry.step_seconds) == 2 for entry in figures)
     assert figures[0].gradient_error == 0
