@@ -210,8 +210,10 @@ def test_a_reused_address_is_another_storage():
             addresses.add(factor.data_ptr())
             (factor * weight).sum()
 
-    work()
-    assert len(addresses) < 5  # the allocator does reuse them when nobody looks
+    for _ in range(4):
+        work()
+    if len(addresses) == 20:
+        pytest.skip("this allocator reused no address in 20 tries, though nobody held them")
     assert saved_tensor_bytes(work) == 5 * 4 * MIB
 
 

@@ -329,8 +329,8 @@ def _foreign_hooks(module: nn.Module) -> bool:
 
 
 def _attention_arguments(others: dict[str, Any]) -> dict[str, Any]:
-    """The layer's arguments that it passes on to its attention."""
-    return {k: v for k, v in others.items() if not k.startswith("encoder_")}
+    """The layer's arguments that it passes on to its attention, the mask too where a caller left it at its default."""
+    return {"attention_mask": None} | {k: v for k, v in others.items() if not k.startswith("encoder_")}
 
 
 _activations = threading.local()

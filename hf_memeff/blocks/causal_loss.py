@@ -74,7 +74,8 @@ class LossForward:
         if self.mode == "never" or (self.mode == "auto" and not model.training):
             return own(*args, **kwargs)
         reason = untileable(model, self)
-        if not reason and kwargs.get("logits_to_keep"):
+        keep = kwargs.get("logits_to_keep", 0)
+        if not reason and (isinstance(keep, Tensor) or keep):
             reason = "logits_to_keep is asked for"
         if reason:
             say_once(f"the loss is computed from whole logits: {reason}")
@@ -179,7 +180,7 @@ def _float64_loss(
         checkpoint(tile_loss, h, tile_labels, use_reentrant=False)
         for h, tile_labels in zip(flat.split(64), flat_labels.split(64), strict=True)
     ]
-    return torch.stack(parts).sum()
+    return torch.stack(parts).sum(0)
 
 
 def automatic_tile_bytes(hidden: Tensor) -> int:
@@ -202,6 +203,8 @@ def untileable(model: nn.Module, forward: LossForward) -> str:
         return "the head is trained"
     if "forward" in head.__dict__ or hasattr(head, "_hf_hook"):
         return "the head's forward is replaced (offloading hooks)"
+    if head._forward_hooks or head._forward_pre_hooks:
+        return "the head has forward hooks, which expect logits"
     weight = head.weight
     if weight.is_meta or type(weight.data) is not Tensor or hasattr(weight, "ds_id"):
         return "the head's weight is sharded or not loaded"

@@ -53,6 +53,9 @@ def _subclass(cls: type) -> type:
             raise LogitsNotComputedError(_MESSAGE)
         return parent.__getitem__(self, key)
 
+    def representation(self: Any) -> str:
+        return f"{cls.__name__}({', '.join(f'{name}={value!r}' for name, value in self.items())})"
+
     parent: Any = cls
     # DDP and FSDP walk an output's dataclass fields to find its tensors: without the field they do not meet the error
     fields = {name: field for name, field in parent.__dataclass_fields__.items() if name != "logits"}
@@ -63,6 +66,7 @@ def _subclass(cls: type) -> type:
             "__post_init__": post_init,
             "__getattribute__": getattribute,
             "__getitem__": getitem,
+            "__repr__": representation,
             "__dataclass_fields__": fields,
         },
     )
