@@ -55,8 +55,8 @@ class MemeffOptions:
         default=None,
         metadata={
             "help": (
-                "Bytes of logits alive at a time in the tiled loss. None means four block inputs, at least 1 MiB, which "
-                "keeps the loss below the peak of the blocks. Larger gains little speed."
+                "Bytes of logits alive at a time in the tiled loss. None means four block inputs, at least 1 MiB, "
+                "which keeps the loss below the peak of the blocks. Larger gains little speed."
             )
         },
     )
@@ -64,8 +64,8 @@ class MemeffOptions:
         default=None,
         metadata={
             "help": (
-                "Tokens per tile when a block is re-run in the backward pass. None means a quarter of the step's tokens, "
-                "at least 256. Smaller saves memory where the MLP is wide, and is slower below about 256."
+                "Tokens per tile when a block is re-run in the backward pass. None means a quarter of the step's "
+                "tokens, at least 256. Smaller saves memory where the MLP is wide, and is slower below about 256."
             )
         },
     )
