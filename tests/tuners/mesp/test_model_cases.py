@@ -247,6 +247,7 @@ def test_c32_experts_without_adapters_are_named():
         adapted_model(family="llama", target_modules=["q_proj"])
 
 
+@needs_peft_021
 def test_an_adapter_saved_under_transformers_4_finds_the_fused_experts(tmp_path):
     """Mixtral's experts were modules w1, w2, w3 then; PEFT fits names and tensors to the fused parameters."""
     config = {
