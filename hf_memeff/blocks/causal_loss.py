@@ -166,11 +166,7 @@ def _float64_loss(
     """
 
     def tile_loss(h: Tensor, tile_labels: Tensor) -> Tensor:
-        logits = nn.functional.linear(h, head.weight, head.bias)
-        if rule.scale != 1.0:
-            logits = logits * rule.scale
-        if rule.softcap is not None:
-            logits = torch.tanh(logits / rule.softcap) * rule.softcap
+        logits = rule.logits(nn.functional.linear(h, head.weight, head.bias))
         return (
             nn.functional.cross_entropy(logits.float(), tile_labels, ignore_index=ignore_index, reduction="sum") / count
         )

@@ -421,7 +421,7 @@ def test_a_wrong_rule_for_the_head_is_found(monkeypatch):
     with engine(model):
         path, reason = loss_path(model)
         got = step(model, BATCH)
-    assert path == "logits" and "the check of its head found the loss off by" in reason
+    assert path == "logits" and "the check of its head found logits off by" in reason
     assert max(errors(got, expected).values()) <= ORDER_OF_SUMS[torch.float32]
 
 
