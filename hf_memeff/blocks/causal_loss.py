@@ -69,24 +69,36 @@ class LossForward:
                 "Call the model itself, and undo hf_memeff with detach(model)."
             )
         own = self.previous if self.previous is not None else type(model).forward.__get__(model)
-        if not self.active or _labels(own, args, kwargs) is None:
+        if not self.active or self.mode == "never" or (self.mode == "auto" and not model.training):
             return own(*args, **kwargs)
-        if self.mode == "never" or (self.mode == "auto" and not model.training):
+        arguments = _by_name(own, args, kwargs)
+        if arguments.get("labels") is None:
             return own(*args, **kwargs)
-        reason = untileable(model, self)
-        keep = kwargs.get("logits_to_keep", 0)
-        if not reason and (isinstance(keep, Tensor) or keep):
-            reason = "logits_to_keep is asked for"
+        reason = untileable(model, self) or _asks_for_logits(model, arguments)
         if reason:
             say_once(f"the loss is computed from whole logits: {reason}")
             return own(*args, **kwargs)
         return _tiled_call(model, self, own, args, kwargs)
 
 
-def _labels(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    if "labels" in kwargs or not args:
-        return kwargs.get("labels")
-    return inspect.signature(own).bind_partial(*args, **kwargs).arguments.get("labels")
+def _by_name(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of ``own`` by name, defaults left out."""
+    if not args:
+        return kwargs
+    return inspect.signature(own).bind_partial(*args).arguments | kwargs
+
+
+def _asks_for_logits(model: Any, arguments: dict[str, Any]) -> str:
+    """Why a call that is given ``arguments`` (by name) wants logits beside its loss, or an empty string."""
+    keep = arguments.get("logits_to_keep", 0)
+    if isinstance(keep, Tensor) or keep:
+        return "logits_to_keep is asked for"
+    as_output = arguments.get("return_dict")
+    if as_output is None:
+        as_output = getattr(model.config, "return_dict", True)
+    if not as_output:
+        return "return_dict=False asks for a tuple, which has the logits at a place of their own"
+    return ""
 
 
 @torch.compiler.disable(reason=_REASON)
@@ -278,7 +290,7 @@ def loss_report(model: nn.Module, options: EngineOptions) -> PathReport:
         return PathReport("loss", "logits", "not a causal language model")
     if not isinstance(forward, LossForward):
         return PathReport("loss", "logits", "the model's forward was replaced (a trainer's own fused loss)")
-    reason = untileable(model, forward)
+    reason = untileable(model, forward) or _asks_for_logits(model, {})
     return PathReport("loss", "logits" if reason else "tiled", reason)
 
 

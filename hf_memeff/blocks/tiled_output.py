@@ -23,14 +23,11 @@ def without_logits(output: Any) -> Any:
     """The output without its logits.
 
     Args:
-        output: a transformers ``ModelOutput``, or the tuple a call with ``return_dict=False`` returns.
+        output: a transformers ``ModelOutput``.
 
     Returns:
-        An instance of a subclass of the output's class whose ``logits`` raise ``LogitsNotComputedError``; for a
-        tuple, the tuple with ``None`` in their place.
+        An instance of a subclass of the output's class whose ``logits`` raise ``LogitsNotComputedError``.
     """
-    if isinstance(output, tuple):
-        return (output[0], None, *output[2:])
     cls = type(output)
     if cls not in _classes:
         _classes[cls] = _subclass(cls)

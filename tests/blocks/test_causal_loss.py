@@ -207,13 +207,38 @@ def test_the_rest_of_the_output_is_the_model_s_own():
         assert len(out.hidden_states) == 3 and out.attentions is None
 
 
-def test_a_tuple_has_none_in_place_of_the_logits():
-    model = adapted("llama", torch.float32)
-    expected = model(**BATCH).loss
+@pytest.mark.parametrize("how", ["keyword", "position", "config"])
+@pytest.mark.parametrize("mode", ["auto", "always"])
+def test_a_tuple_holds_the_logits(mode, how, caplog, monkeypatch):
+    """A tuple has no attribute that could refuse to be read, so that ``return_dict=False`` is not tiled."""
+    monkeypatch.setattr(block, "_said", set())
+    model = unknown("bloom")  # among the models with return_dict in their signature
+    base = model.get_base_model()
+    names = list(inspect.signature(base.forward).parameters)
+    named = BATCH | ({} if how == "config" else {"return_dict": False})
+    call = [named.get(n) for n in names[: names.index("return_dict") + 1]] if how == "position" else []
+    base.config.return_dict = how != "config"
+    expected = base(*call, **({} if call else named))
+    with engine(model, tiled_loss=mode), caplog.at_level(logging.WARNING, logger="hf_memeff"):
+        assert loss_path(model)[0] == ("logits" if how == "config" else "tiled")
+        got = [base(*call, **({} if call else named)) for _ in range(2)]
+    assert type(expected) is tuple and expected[1].shape == (2, LENGTH, 128)
+    for loss, logits, *rest in got:
+        assert relative_error(loss, expected[0]) <= ORDER_OF_SUMS[torch.float32]
+        assert relative_error(logits, expected[1]) <= ORDER_OF_SUMS[torch.float32]
+        assert not any(isinstance(r, torch.Tensor) for r in rest)
+    said = [r.message for r in caplog.records if "whole logits" in r.message]
+    assert len(said) == 1 and "return_dict=False" in said[0]
+
+
+def test_asking_for_an_output_overrides_a_config_with_tuples():
+    model = unknown("bloom")
+    base = model.get_base_model()
+    base.config.return_dict = False
     with engine(model):
-        loss, logits, *rest = model(**BATCH, return_dict=False)
-    assert torch.allclose(loss, expected) and logits is None
-    assert not any(isinstance(r, torch.Tensor) for r in rest)
+        assert base(**BATCH)[1].shape == (2, LENGTH, 128)
+        with pytest.raises(LogitsNotComputedError):
+            _ = base(**BATCH, return_dict=True).logits
 
 
 def test_accelerate_s_conversion_of_outputs():
@@ -319,6 +344,7 @@ def test_logits_to_keep():
     expected = step(model, batch)
     with engine(model):
         got = step(model, batch)
+        assert model(**batch).logits.shape == (2, 5, 128)
     assert max(errors(got, expected).values()) <= ORDER_OF_SUMS[torch.float32]
 
 
