@@ -13,6 +13,7 @@ require_peft()
 from hf_memeff.memory import measure_peak_memory, saved_tensor_bytes  # noqa: E402
 from hf_memeff.tuners.attach import attach, detach, memeff_status  # noqa: E402
 from hf_memeff.tuners.mesp import MespConfig  # noqa: E402
+from hf_memeff.tuners.sage import SageConfig  # noqa: E402
 
 if TYPE_CHECKING:
     from hf_memeff.integrations.callbacks import MespCallback
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MespCallback",
     "MespConfig",
+    "SageConfig",
     "__version__",
     "attach",
     "detach",

@@ -43,7 +43,7 @@ def clean(tmp_path_factory):
 def fields() -> list[tuple[str, str]]:
     """Every (file, field) that a saved adapter has."""
     config = MespConfig()
-    options = ["method", "hf_memeff_version", *hf_memeff.tuners.options.option_names()]
+    options = ["method", "hf_memeff_version", *MespConfig.option_rules()]
     lora = [name for name in config.to_dict() if name not in options]
     return [(CONFIG_NAME, name) for name in lora] + [(OPTIONS_NAME, name) for name in options]
 

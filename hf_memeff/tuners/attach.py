@@ -12,18 +12,15 @@ from peft.tuners.lora import LoraConfig, LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from torch import nn
 
-from hf_memeff.blocks.attach import attach_blocks, detach_blocks, engine_status
+from hf_memeff.blocks.attach import _OPTIONS, attach_blocks, detach_blocks, engine_status
 from hf_memeff.blocks.status import MemeffStatus
 from hf_memeff.tuners.checks import check_base_dtypes
-from hf_memeff.tuners.mesp import MespConfig, MespModel
-from hf_memeff.tuners.mesp.config import refuse_variants
-from hf_memeff.tuners.mesp.layer import use_mesp_linears, use_stock_linears
-from hf_memeff.tuners.options import option_names, shorten
-
-PLAIN_LOADING_NOTE = (
-    "a saved adapter is plain LoRA: loading its folder without config= gives plain LoRA; "
-    "pass config=MespConfig.from_pretrained(folder) to train it on with MeSP"
-)
+from hf_memeff.tuners.config import MemeffConfig, config_classes, refuse_variants
+from hf_memeff.tuners.layer import use_memeff_linears, use_stock_linears
+from hf_memeff.tuners.mesp import MespConfig
+from hf_memeff.tuners.model import MemeffModel
+from hf_memeff.tuners.options import shorten
+from hf_memeff.tuners.sage import SageConfig
 
 _BOOKKEEPING = frozenset(
     {
@@ -49,55 +46,73 @@ _WRAPPERS = {
 """Wrappers that trainers put around a model, and where they keep it."""
 
 
-def attach(model: nn.Module, config: MespConfig | None = None) -> None:
+def attach(model: nn.Module, config: MemeffConfig | None = None) -> None:
     """Run the LoRA adapters that a model carries through the memory-efficient engine.
 
-    Model, adapters and files stay plain LoRA; call `detach` before unloading or merging. On a model made with
-    `MespConfig`, which is attached already, it changes the active adapter's engine options.
+    Model, adapters and files stay plain LoRA; call `detach` before unloading or merging. On a model made with a config
+    of this package, which is attached already, it changes the active adapter's engine options.
+
+    Example:
+        ```python
+        model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+        attach(model, SageConfig(token_budget=0.25))
+        ```
 
     Args:
         model: a `PeftModel`, or a model with adapters injected into it (by transformers' or PEFT's own functions);
             what DDP, FSDP1, DeepSpeed or torch.compile wrapped is found inside.
-        config: the engine options. Its LoRA fields may repeat those of the live adapter, or be left at their defaults.
+        config: method and engine options: a `MespConfig` or a `SageConfig`. Its LoRA fields may repeat those of the
+            live adapter, or be left at their defaults. None is `MespConfig()`, or, on a model made with a config of
+            this package, the active adapter's own.
 
     Raises:
         ValueError: there is no LoRA adapter, a LoRA field contradicts the active adapter's, the adapter is of a
-            kind that can't be trained by re-running blocks, a base layer has a dtype that can't train, or
-            tiled_loss="always" on a model without a causal LM head.
+            kind that can't be trained by re-running blocks, a base layer has a dtype that can't train, the model was
+            made with another method's config, or the engine refuses an option for this model, such as
+            tiled_loss="always" without a causal LM head.
         OSError: the folder of the activation store can't be used.
         RuntimeError: a block can't run structured and `strict` is set.
     """
+    base, tuner = _parts(model)
+    if config is None and isinstance(tuner, MemeffModel):
+        tuner.attach_engine()
+        return
     config = MespConfig() if config is None else config
     config.validate()
-    base, tuner = _parts(model)
     if not any(isinstance(module, LoraLayer) for module in base.modules()):
         raise ValueError(
             f"attach got a {type(model).__name__} without LoRA layers, expected a model with a LoRA adapter. "
-            "Fix: get_peft_model(model, MespConfig(...)) adds one and attaches in one step."
+            f"Fix: get_peft_model(model, {type(config).__name__}(...)) adds one and attaches in one step."
+        )
+    if isinstance(tuner, MemeffModel) and tuner.method != config.method:
+        own = config_classes()[tuner.method].__name__
+        raise ValueError(
+            f"attach got a {type(config).__name__} for a model made with {own}, expected a {own}. Fix: make the model "
+            "with LoraConfig, which attach runs with either method."
         )
     for live in _active_configs(base):
-        refuse_variants(live)
+        refuse_variants(live, config.title)
         _refuse_contradiction(config, live, base)
     check_base_dtypes(base)
-    if isinstance(tuner, MespModel):
+    if isinstance(tuner, MemeffModel):
         tuner.attach_engine(config.engine_options())
         for live in _active_configs(base):
-            for name in option_names():
+            for name in config.option_rules():
                 setattr(live, name, getattr(config, name))
     else:
         use_stock_linears(base)
         attach_blocks(base, config.engine_options())
-        use_mesp_linears(base)
+        use_memeff_linears(base)
 
 
 def detach(model: nn.Module) -> None:
-    """Undo `attach`, or the attaching that `MespConfig` did: every touched module is as PEFT made it; adapters stay.
+    """Undo `attach`, or what a config of this package attached: every module is as PEFT made it; adapters stay.
 
     Args:
         model: as for `attach`. Nothing happens to a model that is not attached.
     """
     base, tuner = _parts(model)
-    if isinstance(tuner, MespModel):
+    if isinstance(tuner, MemeffModel):
         tuner.detach_engine()
     else:
         detach_blocks(base)
@@ -113,9 +128,22 @@ def memeff_status(model: nn.Module) -> MemeffStatus:
     Returns:
         The report; `print` shows it as a table.
     """
-    base, _ = _parts(model)
+    base, tuner = _parts(model)
     status = engine_status(base)
-    return dataclasses.replace(status, notes=(*status.notes, PLAIN_LOADING_NOTE))
+    return dataclasses.replace(status, notes=(*status.notes, _loading_note(base, tuner)))
+
+
+def _loading_note(base: nn.Module, tuner: nn.Module | None) -> str:
+    """What happens to the method when the adapter is saved and loaded."""
+    options = base.__dict__.get(_OPTIONS)
+    if isinstance(tuner, MemeffModel):
+        config = config_classes()[tuner.method]
+    else:
+        config = MespConfig if options is None or options.salient is None else SageConfig
+    return (
+        "a saved adapter is plain LoRA: loading its folder without config= gives plain LoRA; "
+        f"pass config={config.__name__}.from_pretrained(folder) to train it on with {config.title}"
+    )
 
 
 def _parts(model: nn.Module) -> tuple[nn.Module, nn.Module | None]:
@@ -124,7 +152,7 @@ def _parts(model: nn.Module) -> tuple[nn.Module, nn.Module | None]:
         model = getattr(model, _WRAPPERS[type(model).__name__])
     if isinstance(model, PeftModel):
         return model.get_base_model(), model.base_model
-    if isinstance(model, MespModel):
+    if isinstance(model, MemeffModel):
         return model.model, model
     return model, None
 
@@ -138,7 +166,7 @@ def _active_configs(base: nn.Module) -> Iterator[LoraConfig]:
             yield configs[name]
 
 
-def _refuse_contradiction(given: MespConfig, live: LoraConfig, base: nn.Module) -> None:
+def _refuse_contradiction(given: MemeffConfig, live: LoraConfig, base: nn.Module) -> None:
     """Refuse a LoRA field of `given` that is neither `LoraConfig`'s default nor the live adapter's value."""
     default = LoraConfig()
     for item in dataclasses.fields(LoraConfig):
@@ -160,7 +188,7 @@ def _comparable(value: Any) -> Any:
     return frozenset(value) if named else value
 
 
-def _targets_the_same(given: MespConfig, live: LoraConfig, base: nn.Module) -> bool:
+def _targets_the_same(given: MemeffConfig, live: LoraConfig, base: nn.Module) -> bool:
     """Whether the target modules of `given`, with the live config's other fields, are the ones that carry adapters."""
     probe = copy.copy(live)
     probe.target_modules = given.target_modules

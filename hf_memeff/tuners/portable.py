@@ -10,7 +10,7 @@ import json
 import os
 import secrets
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -18,7 +18,7 @@ from peft.tuners.lora import LoraConfig
 from peft.utils import CONFIG_NAME
 
 from hf_memeff.compat import PACKAGE_VERSION
-from hf_memeff.tuners.options import MemeffOptions, option_names, option_problem, shorten
+from hf_memeff.tuners.options import MemeffOptions, shorten
 from hf_memeff.tuners.rules import LORA_RULES, VERSION, Rule, is_inert_text, one_of
 from hf_memeff.tuners.source import AdapterSource
 
@@ -26,17 +26,17 @@ OPTIONS_NAME = "memeff_config.json"
 
 CARD_NAME = "README.md"
 
-CARD_NOTE = """
-## Training on with MeSP
+_CARD_NOTE = """
+## Training on with {title}
 
-This adapter was trained with MeSP of hf_memeff: LoRA's gradients in less memory. Its files are plain LoRA. Loading them
-without `config=` gives plain LoRA, in any library that reads LoRA adapters. To train on with MeSP:
+This adapter was trained with {title} of hf_memeff: {promise}. Its files are plain LoRA. Loading them
+without `config=` gives plain LoRA, in any library that reads LoRA adapters. To train on with {title}:
 
 ```python
-from hf_memeff import MespConfig
+from hf_memeff import {config}
 from peft import PeftModel
 
-config = MespConfig.from_pretrained(adapter)
+config = {config}.from_pretrained(adapter)
 model = PeftModel.from_pretrained(base_model, adapter, config=config, is_trainable=True)
 ```
 """
@@ -45,15 +45,17 @@ LARGEST_FILE_BYTES = 2**20
 """Configs of real adapters take a few kB; reading stops here."""
 
 
-def read_adapter(source: AdapterSource, method: str) -> dict[str, Any]:
+def read_adapter(source: AdapterSource, method: str, rules: Mapping[str, Mapping[str, Rule]]) -> dict[str, Any]:
     """Read and check both files of an adapter.
 
     Args:
         source: where they are. `memeff_config.json` may be missing: any plain LoRA adapter can be trained on.
-        method: "mesp"; the method that memeff_config.json has to name.
+        method: the method that is to train the adapter on, such as "mesp".
+        rules: for each method that memeff_config.json may name, its options and what each may hold.
 
     Returns:
-        Keyword arguments for the method's config. Fields that the files lack are left out.
+        Keyword arguments for the method's config. Fields that the files lack are left out, and options that another
+        method wrote for itself.
 
     Raises:
         ValueError: a file is missing, too large or not JSON; a field breaks its rule; or a field is unknown and not
@@ -74,9 +76,12 @@ def read_adapter(source: AdapterSource, method: str) -> dict[str, Any]:
 
     path = source.find(OPTIONS_NAME)
     if path is not None:
-        options, more_unknown = _split(OPTIONS_NAME, _read_json(path), _option_rules(method))
+        written = _read_json(path)
+        writer = written.pop("method", method)
+        _check(OPTIONS_NAME, "method", writer, one_of(*rules))
+        options, more_unknown = _split(OPTIONS_NAME, written, _file_rules(rules[writer]))
         unknown += more_unknown
-        values.update({name: options[name] for name in option_names() if name in options})
+        values.update({name: value for name, value in options.items() if name in rules[method]})
     if unknown:
         warnings.warn(
             f"{source.name!r} holds fields unknown to the installed versions of peft and hf_memeff, ignored because "
@@ -93,7 +98,7 @@ def write_adapter(folder: str, lora: Mapping[str, Any], options: MemeffOptions, 
         folder: an existing folder.
         lora: fields of the config; those that `LoraConfig` has and saves are written, with `peft_type` "LORA".
         options: our settings. `activation_store_dir` stays out: it is a path of this machine.
-        method: "mesp".
+        method: such as "mesp".
     """
     plain = {item.name: lora[item.name] for item in fields(LoraConfig) if item.name in lora}
     plain.pop("runtime_config", None)  # holds for one process, as in PEFT
@@ -101,20 +106,40 @@ def write_adapter(folder: str, lora: Mapping[str, Any], options: MemeffOptions, 
     base = plain.get("base_model_name_or_path")
     if isinstance(base, str) and not is_inert_text(base) and os.path.isdir(base):
         plain["base_model_name_or_path"] = os.path.abspath(base)  # "../model" would point elsewhere for the next reader
-    ours = {name: getattr(options, name) for name in option_names() if name != "activation_store_dir"}
+    ours = {name: getattr(options, name) for name in options.option_rules() if name != "activation_store_dir"}
     write_json(os.path.join(folder, OPTIONS_NAME), {"method": method, "hf_memeff_version": PACKAGE_VERSION, **ours})
     write_json(os.path.join(folder, CONFIG_NAME), plain)
 
 
-def add_card_note(folder: str) -> None:
-    """Say once in the model card, if PEFT has written one into the folder, how to load the adapter and train it on."""
+def card_note(title: str, config: str, promise: str) -> str:
+    """What a model card says of a method: how to load the adapter and train it on.
+
+    Args:
+        title: the method's name.
+        config: name of its config class.
+        promise: what the method is, in a few words.
+    """
+    return _CARD_NOTE.format(title=title, config=config, promise=promise)
+
+
+def put_card_note(folder: str, note: str, notes: Iterable[str]) -> None:
+    """Put a note into the model card, if PEFT has written one into the folder, in place of an earlier one.
+
+    Args:
+        folder: the adapter's folder.
+        note: what the card is to say.
+        notes: the notes of all methods; one of another method is taken out.
+    """
     path = os.path.join(folder, CARD_NAME)
     if not os.path.isfile(path):
         return
     with open(path, encoding="utf-8") as file:
         card = file.read()
-    if CARD_NOTE.strip() not in card:
-        write_text(path, card.rstrip("\n") + "\n" + CARD_NOTE)
+    if note.strip() in card:
+        return
+    for other in notes:
+        card = card.replace(other, "\n")
+    write_text(path, card.rstrip("\n") + "\n" + note)
 
 
 def write_json(path: str, data: Mapping[str, Any]) -> None:
@@ -163,14 +188,10 @@ def _read_json(path: str) -> dict[str, Any]:
     return data
 
 
-def _option_rules(method: str) -> dict[str, Rule]:
-    """Rules for memeff_config.json. `activation_store_dir` has to be null: no path comes from a file."""
-    rules = {
-        name: Rule("as in the config's help", lambda value, name=name: option_problem(name, value) is None)  # type: ignore[misc]
-        for name in option_names()
-    }
-    rules["activation_store_dir"] = Rule("null (no path comes from a file; pass it in code)", lambda v: v is None)
-    return {"method": one_of(method), "hf_memeff_version": VERSION, **rules}
+def _file_rules(options: Mapping[str, Rule]) -> dict[str, Rule]:
+    """Rules for the rest of memeff_config.json. `activation_store_dir` has to be null: no path comes from a file."""
+    no_path = Rule("null (no path comes from a file; pass it in code)", lambda value: value is None)
+    return {**options, "hf_memeff_version": VERSION, "activation_store_dir": no_path}
 
 
 def _split(filename: str, data: dict[str, Any], rules: Mapping[str, Rule]) -> tuple[dict[str, Any], list[str]]:

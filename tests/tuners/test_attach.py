@@ -7,7 +7,6 @@ from peft.tuners.lora import config as lora_config
 
 from helpers import fill_adapters, loss_and_gradients, tiny_model, token_batch, worst_relative_error
 from hf_memeff import MespConfig, attach, detach, memeff_status
-from hf_memeff.tuners.attach import PLAIN_LOADING_NOTE
 
 SETTINGS = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
@@ -86,8 +85,8 @@ def test_on_a_mesp_model_it_changes_the_engine_and_the_saved_options(tmp_path):
 
 def test_the_status_says_that_plain_loading_gives_plain_lora():
     model = get_peft_model(tiny_model(), MespConfig(**SETTINGS))
-    assert PLAIN_LOADING_NOTE in memeff_status(model).notes
     assert "without config= gives plain LoRA" in str(memeff_status(model))
+    assert "MespConfig.from_pretrained(folder) to train it on with MeSP" in memeff_status(model).notes[-1]
 
 
 @pytest.mark.parametrize("wrapper", ["data_parallel", "compiled"])

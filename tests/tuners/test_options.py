@@ -4,7 +4,7 @@ import pytest
 
 from hf_memeff import MespConfig
 from hf_memeff.blocks.options import EngineOptions
-from hf_memeff.tuners.options import MemeffOptions, option_names
+from hf_memeff.tuners.options import MemeffOptions
 
 WRONG = [
     ("activation_store", "ram"),
@@ -29,7 +29,7 @@ WRONG = [
 
 
 def test_fields_are_the_engine_s_with_the_engine_s_defaults():
-    assert option_names() == tuple(item.name for item in dataclasses.fields(EngineOptions))
+    assert (*MemeffOptions.option_rules(), "salient") == tuple(item.name for item in dataclasses.fields(EngineOptions))
     assert MemeffOptions().engine_options() == EngineOptions()
 
 

@@ -294,7 +294,7 @@ def test_c11_another_version_is_read(saved):
 
 def test_c11_another_method_is_refused(saved):
     edit(saved / "adapter", OPTIONS_NAME, method="other")
-    with pytest.raises(ValueError, match=r"memeff_config.json: got method='other', expected one of 'mesp'"):
+    with pytest.raises(ValueError, match=r"memeff_config.json: got method='other', expected one of 'mesp', 'sage'"):
         MespConfig.from_pretrained(saved / "adapter")
 
 

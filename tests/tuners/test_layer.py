@@ -1,4 +1,4 @@
-"""MespLinear: LoRA's numbers, and only the input saved (cases C03, C08, C15, C16, C33)."""
+"""MemeffLinear: LoRA's numbers, and only the input saved (cases C03, C08, C15, C16, C33)."""
 
 import contextlib
 import itertools
@@ -10,7 +10,7 @@ from peft.tuners import lora
 from torch import nn
 
 from hf_memeff import saved_tensor_bytes
-from hf_memeff.tuners.mesp.layer import MespLinear, use_mesp_linears, use_stock_linears
+from hf_memeff.tuners.layer import MemeffLinear, use_memeff_linears, use_stock_linears
 
 
 class Projections(nn.Module):
@@ -25,7 +25,7 @@ class Projections(nn.Module):
 
 
 def pair(dtype=torch.float32, adapter_dtype=torch.float32, **settings):
-    """The same adapted projections as stock LoRA and as MespLinear."""
+    """The same adapted projections as stock LoRA and as MemeffLinear."""
     models = []
     for ours in (False, True):
         torch.manual_seed(0)
@@ -35,8 +35,8 @@ def pair(dtype=torch.float32, adapter_dtype=torch.float32, **settings):
             if "lora_" in name:
                 parameter.data = torch.randn(parameter.shape).mul_(0.3).to(adapter_dtype)
         if ours:
-            use_mesp_linears(model)
-            assert {type(m) for m in model.projections.values()} == {MespLinear}
+            use_memeff_linears(model)
+            assert {type(m) for m in model.projections.values()} == {MemeffLinear}
         models.append(model.train())
     return models
 
@@ -132,7 +132,7 @@ def test_several_active_adapters_add_up_as_in_lora():
         for module in model.projections.values():
             module.set_adapter(["default", "b"])
         results.append(run(model, torch.ones(3, 24)))
-    assert type(models[1].projections["q"]) is MespLinear
+    assert type(models[1].projections["q"]) is MemeffLinear
     for expected, got in zip(*results, strict=True):
         assert_close(got, expected)
 

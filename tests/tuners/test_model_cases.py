@@ -25,7 +25,7 @@ from helpers import (
     worst_relative_error,
 )
 from hf_memeff import MespConfig, memeff_status
-from hf_memeff.tuners.mesp import MespLinear
+from hf_memeff.tuners.layer import MemeffLinear
 
 # C14: dtypes
 
@@ -57,7 +57,7 @@ def test_c14_dtypes_of_first_and_second_adapter(tmp_path, dtype, autocast):
             assert peft_model(input_ids=IDS, labels=IDS).loss.isfinite()
     layer = model.base_model.model.model.layers[0].mlp.gate_proj
     x = torch.randn(1, 3, layer.in_features, dtype=dtype, requires_grad=True)
-    assert type(layer) is MespLinear and layer(x).dtype == layer.base_layer(x).dtype == dtype
+    assert type(layer) is MemeffLinear and layer(x).dtype == layer.base_layer(x).dtype == dtype
 
 
 # C19: merging

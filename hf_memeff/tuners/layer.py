@@ -1,4 +1,4 @@
-"""The linear layer that MeSP uses where a layer's own forward runs: outside structured blocks."""
+"""The linear layer that the engine uses where a layer's own forward runs: outside structured blocks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from hf_memeff.blocks.linear import plan_linear
 from hf_memeff.ops.lora_linear import lora_linear_apply
 
 
-class MespLinear(lora.Linear):
+class MemeffLinear(lora.Linear):
     """PEFT's LoRA linear with a backward that keeps only the input as it came in.
 
     Saved for backward: ``x`` in its own dtype, which projections that read the same ``x`` share, and the adapter's
-        weights.
-    Stock LoRA saves its copy of ``x`` in the adapter's dtype, the dropped-out copy and ``x A^T``. Base layer,
+    weights. Stock LoRA saves its copy of ``x`` in the adapter's dtype, the dropped-out copy and ``x A^T``. Base layer,
     merging, saving and every PEFT variant are PEFT's own code.
     """
 
@@ -37,15 +36,15 @@ class MespLinear(lora.Linear):
         return y
 
 
-def use_mesp_linears(model: nn.Module) -> None:
-    """Give every plain LoRA linear of a model the class `MespLinear`; weights, state-dict keys and hooks stay."""
+def use_memeff_linears(model: nn.Module) -> None:
+    """Give every plain LoRA linear of a model the class `MemeffLinear`; weights, state-dict keys and hooks stay."""
     for module in model.modules():
         if type(module) is lora.Linear:
-            module.__class__ = MespLinear
+            module.__class__ = MemeffLinear
 
 
 def use_stock_linears(model: nn.Module) -> None:
-    """Undo `use_mesp_linears`."""
+    """Undo `use_memeff_linears`."""
     for module in model.modules():
-        if type(module) is MespLinear:
+        if type(module) is MemeffLinear:
             module.__class__ = lora.Linear

@@ -24,7 +24,8 @@ from helpers import (
 )
 from hf_memeff import MespConfig, memeff_status
 from hf_memeff.blocks.attach import is_attached
-from hf_memeff.tuners.mesp import MespLinear, MespModel
+from hf_memeff.tuners.layer import MemeffLinear
+from hf_memeff.tuners.mesp import MespModel
 
 
 def test_it_is_lora_s_model_with_the_engine_on():
@@ -250,8 +251,8 @@ def test_unloading_frees_the_adapters():
 
 
 def test_layers_outside_blocks_keep_only_their_input():
-    assert type(adapted_model().base_model.model.model.layers[0].mlp.gate_proj) is MespLinear
+    assert type(adapted_model().base_model.model.model.layers[0].mlp.gate_proj) is MemeffLinear
     model = adapted_model(target_modules=["lm_head"])
-    assert type(model.base_model.model.lm_head) is MespLinear
+    assert type(model.base_model.model.lm_head) is MemeffLinear
     model.base_model.detach_engine()
     assert type(model.base_model.model.lm_head) is lora.Linear
