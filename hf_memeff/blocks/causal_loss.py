@@ -1,10 +1,9 @@
 """The tiled loss of a causal LM: a training call with labels never builds whole logits.
 
 The model's own forward runs as it is, so that argument handling, auxiliary losses and outputs stay its own. For the
-duration of one call its head computes the tiled
-loss instead of logits, and its loss function hands that loss on. Which logits the model would have made (scale,
-softcap) is read from its config and proven on
-random hidden states before it is used.
+duration of one call its head computes the tiled loss instead of logits, and its loss function hands that loss on. Which
+logits the model would have made (scale, softcap) is read from its config and proven on random hidden states before it
+is used.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class LossForward:
         verdict: why the check on random hidden states refused tiling; empty if it passed; ``None`` while it has not
             run.
         previous: a forward that was already set on the instance.
-        owner: the model, for callers that took this forward off it (TRL's fused head keeps a reference to it);
-            dropped by copies.
+        owner: the model, for callers that took this forward off it (TRL's fused head keeps a reference to it); dropped
+            by copies.
     """
 
     mode: str
@@ -105,9 +104,7 @@ def _asks_for_logits(model: Any, arguments: dict[str, Any]) -> str:
 def _tiled_call(
     model: nn.Module, forward: LossForward, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run the model's own forward with a head that keeps the hidden states and a loss function that takes them in
-    tiles.
-    """
+    """Run the model's own forward with a head that keeps the hidden states, and a loss that takes them in tiles."""
     head: nn.Module = model.get_output_embeddings()
     kept: dict[str, Tensor] = {}
 
@@ -173,8 +170,7 @@ def _float64_loss(
     """The loss of float64 hidden states, in checkpointed tiles of 64 rows.
 
     transformers rounds float64 logits to float32 before its loss. Doing the same operations in the same order keeps a
-    float64 comparison with stock LoRA, whose
-    point is exactness, free of rounding noise; speed does not matter there.
+    float64 comparison with stock LoRA, whose point is exactness, free of rounding noise; speed does not matter there.
     """
 
     def tile_loss(h: Tensor, tile_labels: Tensor) -> Tensor:
@@ -231,8 +227,9 @@ _MISSING = object()
 def hand_over_to_loss(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Forward pre-hook of a causal LM: give the model being called to the attached forward, unless something was put
-    on top of it.
+    """Forward pre-hook of a causal LM: give the model being called to the attached forward.
+
+    Not where something was put on top of that forward, which would not know the argument.
     """
     if isinstance(module.__dict__.get("forward"), LossForward):
         return args, kwargs | {SELF: Holder(module)}

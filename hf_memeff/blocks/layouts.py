@@ -1,9 +1,8 @@
 """How each model family's decoder block is laid out.
 
 A layout names the parts of a block and the order of its two residual steps; the attention between its projections
-(rotary embedding, query and key norms, softcap,
-sinks, the kernel) is always the layer's own code. A layout is a claim: the self-check tests it on the real layer
-before it is used.
+(rotary embedding, query and key norms, softcap, sinks, the kernel) is always the layer's own code. A layout is a claim:
+the self-check tests it on the real layer before it is used.
 """
 
 from __future__ import annotations
@@ -160,9 +159,8 @@ class NormConvention:
 def norm_convention(norm: nn.Module) -> NormConvention | None:
     """Find a norm's convention by what it computes, on 3 random rows in bfloat16, float32 and float64.
 
-    The weights are replaced for the probe alone, so that a weight of ones cannot hide the difference between ``w``
-    and ``1 + w``. ``None`` for anything that
-    is neither LayerNorm nor one of the three RMSNorms.
+    The weights are replaced for the probe alone, so that a weight of ones cannot hide the difference between ``w`` and
+    ``1 + w``. ``None`` for anything that is neither LayerNorm nor one of the three RMSNorms.
     """
     if type(norm) is nn.LayerNorm:
         return NormConvention("layer") if len(norm.normalized_shape) == 1 else None

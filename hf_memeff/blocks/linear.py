@@ -22,8 +22,7 @@ class WeightLinear(nn.Linear):
     """An adapter factor that hands out its weight through a module call.
 
     FSDP and ZeRO-3 gather a sharded weight only inside the call of the module that owns it; reading ``.weight`` from
-    outside sees a shard. State-dict keys are
-    those of ``nn.Linear``.
+    outside sees a shard. State-dict keys are those of ``nn.Linear``.
     """
 
     def forward(self, input: Tensor | None = None) -> Tensor:
@@ -101,7 +100,7 @@ def plan_linear(module: Any) -> LinearPlan | str:
 
     Returns:
         The plan, or a reason: a PEFT variant with a forward of its own, hooks that a hand-written pass would skip,
-            trained base weights.
+        trained base weights.
     """
     if _has_hooks(module):
         return "it has forward hooks, which a structured pass would skip"

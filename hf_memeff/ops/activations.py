@@ -25,9 +25,8 @@ class Activation(NamedTuple):
 
 
 # The fused backward kernels are the ones autograd itself runs for these activations: one pass over memory, internal
-# math in float32,
-# hence bit-equal to LoRA's derivative. The written-out formulas would take six passes over the widest tensor of the
-# block.
+# math in float32, hence bit-equal to LoRA's derivative. The written-out formulas would take six passes over the widest
+# tensor of the block.
 def _silu_backward_(g: Tensor, x: Tensor) -> Tensor:
     return torch.ops.aten.silu_backward.grad_input(g, x, grad_input=g)
 
@@ -52,10 +51,9 @@ GELU_TANH = Activation("gelu_tanh", _gelu_tanh, _gelu_tanh_backward_)
 def identify_activation(function: Callable[[Tensor], Tensor]) -> Activation:
     """Find the hand-derived twin of an activation by its values, not by its name.
 
-    A model's activation can be a module, a function or a Hub kernel with any name; what matters is what it computes.
-    It is compared with the
-    known ones on a grid of 193 points in [-12, 12] (float32, 1e-6); anything else is differentiated by autograd, tile
-    by tile.
+    A model's activation can be a module, a function or a Hub kernel with any name; what matters is what it computes. It
+    is compared with the known ones on a grid of 193 points in [-12, 12] (float32, 1e-6); anything else is
+    differentiated by autograd, tile by tile.
 
     Args:
         function: elementwise, shape preserving.

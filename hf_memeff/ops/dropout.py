@@ -29,12 +29,11 @@ class DropMask(NamedTuple):
 def draw_mask(
     dropout: nn.Module | None, rows: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> DropMask | None:
-    """Draw one mask whole, through the dropout module itself, so that the random numbers are the ones LoRA would
-    consume.
+    """Draw one mask whole, through the dropout module itself: it consumes the random numbers that LoRA would.
 
     Args:
-        dropout: the module PEFT applies to the adapter's input; ``None``, ``nn.Identity``, ``p = 0`` and eval mode
-            draw nothing.
+        dropout: the module PEFT applies to the adapter's input; ``None``, ``nn.Identity``, ``p = 0`` and eval mode draw
+            nothing.
         rows: N, all rows of the call (slicing comes later: the generator's order depends on the whole shape).
         width: features of the tensor the module would receive.
         dtype: dtype of that tensor.

@@ -1,12 +1,11 @@
-"""Cross-entropy of a linear head without the logits: ``sum_i -log softmax(post(W h_i + b))[label_i]`` over tiles of
-the vocabulary.
+"""Cross-entropy of a linear head without its logits.
 
-The gradient for the hidden states is formed in the forward pass, in one sweep over the vocabulary with a running
-maximum, as FlashAttention (arXiv 2205.14135,
-algorithm 1) does with keys that are their own values: a tile of logits is turned into weights ``exp(z - max)``,
-multiplied with its part of ``W`` at once, and forgotten. Tiles of
-classes keep all rows in one matrix product; tiles of 64 rows, the usual way, read the whole head once per tile, which
-took 3.5 times as long on a CPU (V = 49,152).
+``sum_i -log softmax(post(W h_i + b))[label_i]``, over tiles of the vocabulary; ``post`` is scale and softcap. The
+gradient for the hidden states is formed in the forward pass, in one sweep over the vocabulary with a running maximum,
+as FlashAttention (arXiv 2205.14135, algorithm 1) does with keys that are their own values: a tile of logits is turned
+into weights ``exp(z - max)``, multiplied with its part of ``W`` at once, and forgotten. Tiles of classes keep all rows
+in one matrix product; tiles of 64 rows, the usual way, read the whole head once per tile, which took 3.5 times as long
+on a CPU (V = 49,152).
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ class _Sweep:
 
     Attributes:
         top: (R, 1), largest logit so far.
-        others: (R, 1), sum of ``exp(z - top)`` over all classes but the label's. Kept apart from the label's own
-            term, because the gradient needs ``1 - p_label`` to
-            full precision when ``p_label`` is almost 1.
+        others: (R, 1), sum of ``exp(z - top)`` over all classes but the label's. Kept apart from the label's own term,
+            because the gradient needs ``1 - p_label`` to full precision when ``p_label`` is almost 1.
         label_logit: (R, 1).
         label_slope: (R, 1), derivative of the label's logit by its raw logit (softcap and scale).
         weighted: (R, D) sum of ``exp(z - top) dz/draw W`` over all classes but the label's, or ``None`` where no
@@ -49,8 +47,12 @@ class _Sweep:
         self.label_slope = empty + scale
 
     def see(self, z: Tensor, head: Tensor, first: int) -> None:
-        """Take in the raw logits ``z`` (R, C) of classes ``first`` to ``first + C``, whose weights are ``head`` (C,
-        D); ``z`` is overwritten.
+        """Take in the raw logits of the next classes.
+
+        Args:
+            z: (R, C), logits of classes ``first`` to ``first + C``; overwritten.
+            head: (C, D), the weights of these classes.
+            first: number of the first class.
         """
         slope = None
         if self.scale != 1.0:
@@ -94,9 +96,7 @@ class _Sweep:
 
 
 def _blocks(rows: int, classes: int, tile_bytes: int) -> Iterator[tuple[slice, int]]:
-    """Cut the rows where needed, and say how many classes a tile of them holds, so that a tile stays within
-    ``tile_bytes``.
-    """
+    """Cut into tiles of at most ``tile_bytes`` of float32 logits: parts of the rows, and classes per tile of each."""
     per_tile = max(1, tile_bytes // 4)
     height = max(1, min(rows, per_tile // min(classes, _FEWEST_CLASSES)))
     for start in range(0, rows, height):
@@ -180,8 +180,8 @@ def linear_cross_entropy(
             tile would hold fewer than 512 classes.
 
     Returns:
-        0-d float32 (float64 for float64 input). Saved for backward: the gradient for ``hidden``, N * D float32, only
-        if ``hidden`` wants one.
+        0-d float32 (float64 for float64 input). Saved for backward: the gradient for ``hidden``, N * D float32, only if
+        ``hidden`` wants one.
 
     Raises:
         ValueError: a trainable head, shapes that do not belong together, labels out of range, or a tile too small for

@@ -137,9 +137,9 @@ def _accumulate(total: Tensor, left: Tensor, right: Tensor, alpha: float) -> Non
 class LinearOp:
     """A frozen linear layer and its active adapters, ready to run on rows.
 
-    Exactly one of ``weight`` and ``call`` is set. ``call`` is the base layer's own forward, for weights that cannot
-    be read
-    (quantised, sharded): its input gradient then comes from autograd, at the cost of one more forward of the layer.
+    Exactly one of ``weight`` and ``call`` is set. ``call`` is the base layer's own forward, for weights that cannot be
+    read (quantised, sharded): its input gradient then comes from autograd, at the cost of one more forward of the
+    layer.
 
     Attributes:
         weight: (Dout, Din) in the dtype the layer computes in, or ``None``.
@@ -181,8 +181,9 @@ class LinearOp:
         return dx
 
     def outputs(self, part: slice) -> LinearOp:
-        """The same layer restricted to output features ``part``; its terms accumulate into the same gradients (views,
-        no copies).
+        """The same layer restricted to output features ``part``.
+
+        Its terms accumulate into the same gradients (views, no copies).
         """
         assert self.weight is not None
         return LinearOp(
@@ -195,8 +196,9 @@ class LinearOp:
         )
 
     def inputs(self, part: slice) -> LinearOp:
-        """The same layer restricted to input features ``part``, without bias: outputs and ``dBm`` of all parts add up
-        to the whole layer's.
+        """The same layer restricted to input features ``part``, without bias.
+
+        Outputs and ``dBm`` of all parts add up to the whole layer's.
         """
         assert self.weight is not None
         return LinearOp(
@@ -273,10 +275,9 @@ def lora_linear_apply(
 ) -> Tensor:
     """Add one adapter's branch to the output of its base layer, saving only the input both share.
 
-    ``y = base_out + s drop(x) A^T Bm^T`` (MeSP, arXiv 2602.13069, section 3). Stock LoRA saves a cast copy of ``x``
-    in the adapter's dtype, ``drop(x)`` and
-    ``h``; this saves ``x`` itself. It computes in autocast's dtype where autocast is on, else in the adapter's, as
-    LoRA does.
+    ``y = base_out + s drop(x) A^T Bm^T`` (MeSP, arXiv 2602.13069, section 3). Stock LoRA saves a cast copy of ``x`` in
+    the adapter's dtype, ``drop(x)`` and ``h``; this saves ``x`` itself. It computes in autocast's dtype where autocast
+    is on, else in the adapter's, as LoRA does.
 
     Args:
         x: (..., Din), the input as the layer received it, any floating dtype.
@@ -288,7 +289,7 @@ def lora_linear_apply(
 
     Returns:
         (..., Dout) in the dtype of ``base_out``. Saved for backward: ``x`` (shared with the frozen layer's other
-        readers), ``A``, ``Bm``, and
-        5,056 bytes of generator state (and the accelerator's) only where dropout is active.
+        readers), ``A``, ``Bm``, and 5,056 bytes of generator state (and the accelerator's) only where dropout is
+        active.
     """
     return _LoraBranch.apply(x, base_out, a, b, scaling, dropout)

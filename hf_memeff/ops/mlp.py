@@ -1,8 +1,8 @@
 """Gated and plain MLP with adapters on any subset of their projections, computed and differentiated in row tiles.
 
 Gated: ``y = down(act(gate(x)) * up(x))``. Plain: ``y = down(act(up(x)))``. Backward recomputes everything but ``x``;
-    the down projection is never
-re-run, since nothing reads its output (MeSP, arXiv 2602.13069, section 3; the tiles are ours).
+the down projection is never re-run, since nothing reads its output (MeSP, arXiv 2602.13069, section 3; the tiles are
+ours).
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ class MlpOp:
         fused: whether ``up`` computes gate and up at once (Phi-3).
 
     Peak inside ``backward``: five tensors of (T, I) (gate, up, activation, product, its gradient). A gated MLP whose
-        weights can be sliced is taken in two parts
-    of I / 2 features, each with all rows of the tile: half the peak, while the matrix products keep as many rows as
-    they had.
+    weights can be sliced is taken in two parts of I / 2 features, each with all rows of the tile: half the peak, while
+    the matrix products keep as many rows as they had.
     """
 
     gate: LinearOp | None
@@ -63,8 +62,7 @@ class MlpOp:
         """Gradient (T, D) for rows ``x``, or ``None`` where it is not wanted; the adapters accumulate theirs.
 
         ``through(g, y)`` turns the gradient behind something that follows the MLP (a post-norm) into the gradient of
-        the MLP's output ``y``; only then is
-        the down projection re-run.
+        the MLP's output ``y``; only then is the down projection re-run.
         """
         if through is not None or self.gate is None or any(op.weight is None for op in (self.gate, self.up, self.down)):
             return self._backward_part(g, x, rows, need_input=need_input, through=through)

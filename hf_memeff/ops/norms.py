@@ -1,7 +1,7 @@
 """RMSNorm (three weight conventions) and LayerNorm with hand-derived input gradients.
 
 The weights are frozen: both functions return no weight gradient, and a trainable norm is the caller's to run through
-    autograd.
+autograd.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class NormOp:
         bias: (D,) or ``None``; LayerNorm only.
         eps: added to the mean square.
         offset: 0.0, or 1.0 for the ``1 + w`` convention of Gemma.
-        round_first: round ``x / n`` to the input's dtype before the weight is applied (Llama) instead of after
-            (Gemma, OLMo-2).
+        round_first: round ``x / n`` to the input's dtype before the weight is applied (Llama) instead of after (Gemma,
+            OLMo-2).
         float32_statistics: compute in float32 for float64 rows too, as the RMSNorms of transformers do; else float64
             rows are computed in float64.
     """
@@ -60,9 +60,7 @@ class NormOp:
         return normed.mul_(self.weight.to(wide.dtype) + self.offset).to(x.dtype)
 
     def backward(self, g: Tensor, x: Tensor) -> Tensor:
-        """Gradient (N, D) for the rows ``x`` (N, D), in the dtype of ``x``; everything but ``g`` and ``x`` is
-        recomputed.
-        """
+        """Gradient (N, D) for the rows ``x`` (N, D), in their dtype, from ``g`` (N, D) and ``x`` alone."""
         if self._narrowing(x):
             with torch.enable_grad():
                 leaf = x.detach().requires_grad_()
@@ -83,8 +81,9 @@ class NormOp:
         return self.float32_statistics and x.dtype == torch.float64
 
     def _step_by_step(self, x: Tensor) -> Tensor:
-        """The RMSNorm in the models' own order of operations: in float64 its float32 rounding is part of the result,
-        to the last bit.
+        """The RMSNorm in the models' own order of operations.
+
+        Its float32 rounding is part of a float64 result, to the last bit.
         """
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)

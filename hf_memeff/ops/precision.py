@@ -16,8 +16,8 @@ def matmul(left: Tensor, right: Tensor) -> Tensor:
     """``left @ right``, (M, K) by (K, N).
 
     On a CPU without matrix units for half precision, PyTorch 2.13 multiplies two row-major half-precision matrices 20
-    to 40
-    times slower than a row-major by a column-major one (oneDNN, AVX2); a transposed copy of ``right`` pays for itself.
+    to 40 times slower than a row-major by a column-major one (oneDNN, AVX2); a transposed copy of ``right`` pays for
+    itself.
     """
     if left.device.type == "cpu" and left.dtype in (torch.bfloat16, torch.float16):
         return F.linear(left, right.t().contiguous())
