@@ -7,12 +7,11 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from peft import PeftModel
 from peft.tuners.lora import LoraConfig, LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from torch import nn
 
-from hf_memeff.blocks.attach import _OPTIONS, attach_blocks, detach_blocks, engine_status
+from hf_memeff.blocks.attach import attach_blocks, detach_blocks, engine_status
 from hf_memeff.blocks.status import MemeffStatus
 from hf_memeff.tuners.checks import check_base_dtypes
 from hf_memeff.tuners.config import MemeffConfig, config_classes, refuse_variants
@@ -20,6 +19,7 @@ from hf_memeff.tuners.layer import use_memeff_linears, use_stock_linears
 from hf_memeff.tuners.mesp import MespConfig
 from hf_memeff.tuners.model import MemeffModel
 from hf_memeff.tuners.options import shorten
+from hf_memeff.tuners.parts import attached_options, model_parts
 from hf_memeff.tuners.sage import SageConfig
 
 _BOOKKEEPING = frozenset(
@@ -35,15 +35,6 @@ _BOOKKEEPING = frozenset(
     }
 )
 """Fields of `LoraConfig` that say nothing about the adapter itself."""
-
-_WRAPPERS = {
-    "DataParallel": "module",
-    "DeepSpeedEngine": "module",
-    "DistributedDataParallel": "module",
-    "FullyShardedDataParallel": "module",
-    "OptimizedModule": "_orig_mod",
-}
-"""Wrappers that trainers put around a model, and where they keep it."""
 
 
 def attach(model: nn.Module, config: MemeffConfig | None = None) -> None:
@@ -73,7 +64,7 @@ def attach(model: nn.Module, config: MemeffConfig | None = None) -> None:
         OSError: the folder of the activation store can't be used.
         RuntimeError: a block can't run structured and `strict` is set.
     """
-    base, tuner = _parts(model)
+    base, tuner = model_parts(model)
     if config is None and isinstance(tuner, MemeffModel):
         tuner.attach_engine()
         return
@@ -111,7 +102,7 @@ def detach(model: nn.Module) -> None:
     Args:
         model: as for `attach`. Nothing happens to a model that is not attached.
     """
-    base, tuner = _parts(model)
+    base, tuner = model_parts(model)
     if isinstance(tuner, MemeffModel):
         tuner.detach_engine()
     else:
@@ -128,14 +119,14 @@ def memeff_status(model: nn.Module) -> MemeffStatus:
     Returns:
         The report; `print` shows it as a table.
     """
-    base, tuner = _parts(model)
+    base, tuner = model_parts(model)
     status = engine_status(base)
     return dataclasses.replace(status, notes=(*status.notes, _loading_note(base, tuner)))
 
 
 def _loading_note(base: nn.Module, tuner: nn.Module | None) -> str:
     """What happens to the method when the adapter is saved and loaded."""
-    options = base.__dict__.get(_OPTIONS)
+    options = attached_options(base)
     if isinstance(tuner, MemeffModel):
         config = config_classes()[tuner.method]
     else:
@@ -144,17 +135,6 @@ def _loading_note(base: nn.Module, tuner: nn.Module | None) -> str:
         "a saved adapter is plain LoRA: loading its folder without config= gives plain LoRA; "
         f"pass config={config.__name__}.from_pretrained(folder) to train it on with {config.title}"
     )
-
-
-def _parts(model: nn.Module) -> tuple[nn.Module, nn.Module | None]:
-    """The model that carries the adapters, and PEFT's tuner around it, if there is one."""
-    while type(model).__name__ in _WRAPPERS:
-        model = getattr(model, _WRAPPERS[type(model).__name__])
-    if isinstance(model, PeftModel):
-        return model.get_base_model(), model.base_model
-    if isinstance(model, MemeffModel):
-        return model.model, model
-    return model, None
 
 
 def _active_configs(base: nn.Module) -> Iterator[LoraConfig]:

@@ -31,10 +31,6 @@ def _is_layers(value: Any) -> bool:
     return len(set(value)) == len(value)
 
 
-_FROM_SCORED_ROWS = ("attention",)
-"""Saliencies that `query_rows` changes."""
-
-
 @dataclass(kw_only=True)
 class SageConfig(MemeffConfig):
     """Config of a LoRA adapter that trains through the salient tokens of each block (SAGE).
@@ -142,6 +138,20 @@ class SageConfig(MemeffConfig):
                 stacklevel=3,
             )
 
+    def validate(self) -> None:
+        """Check the fields of this package.
+
+        Raises:
+            ValueError: a value is outside its fixed list or range, or an adaptive budget is to hold a share of scores
+                that are random.
+        """
+        super().validate()
+        if self.saliency == "random" and self.token_budget == "adaptive":
+            raise ValueError(
+                "SageConfig got token_budget='adaptive' with saliency='random', expected a number, since random scores "
+                "say nothing of how many tokens matter. Fix: token_budget=0.5, or another saliency."
+            )
+
     def engine_options(self) -> EngineOptions:
         """The fields of this package as the engine takes them."""
         values = {item.name: getattr(self, item.name) for item in fields(SalientTokens)}
@@ -151,6 +161,6 @@ class SageConfig(MemeffConfig):
     def _without_effect(self) -> list[str]:
         """Names of fields that were set although the other fields leave them without effect."""
         idle = [] if self.token_budget == "adaptive" else ["attention_mass", "min_tokens"]
-        if self.saliency not in _FROM_SCORED_ROWS:
+        if self.saliency != "attention":
             idle.append("query_rows")
         return [name for name in idle if getattr(self, name) != type(self).__dataclass_fields__[name].default]
