@@ -138,7 +138,7 @@ def put_card_note(folder: str, note: str, notes: Iterable[str]) -> None:
     if note.strip() in card:
         return
     for other in notes:
-        card = card.replace(other, "\n")
+        card = card.replace(other.strip(), "")
     write_text(path, card.rstrip("\n") + "\n" + note)
 
 
