@@ -1,57 +1,20 @@
-"""The tiled loss is the model's own loss, without its logits (C38, C39, C41)."""
+"""The tiled loss is the model's own loss, without its logits (C39, C41)."""
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-import logging
-import pickle
-
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
-from accelerate.utils.operations import convert_outputs_to_fp32, convert_to_fp32
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM
 
+from blocks._causal_loss import BATCH, compare, loss_path
 from blocks._models import LAYOUTS, LENGTH, adapted, engine, errors, step
 from blocks._tolerances import ORDER_OF_SUMS, relative_error
-from blocks.test_block_paths import PLAIN, UNKNOWN
+from blocks._unknown import PLAIN, UNKNOWN, unknown_model
 from helpers import token_batch
-from hf_memeff.blocks import block, causal_loss
-from hf_memeff.blocks.attach import attach_blocks, engine_status
+from hf_memeff.blocks.attach import attach_blocks
 from hf_memeff.blocks.options import EngineOptions
-from hf_memeff.blocks.tiled_output import LogitsNotComputedError
-
-BATCH = token_batch(2, LENGTH, "right")
-
-
-def unknown(family, dtype=torch.float32, **changes):
-    """A model without a named layout: its loss is tiled all the same."""
-    config, targets = UNKNOWN[family]
-    config = type(config).from_dict({**config.to_dict(), "torch_dtype": None, "dtype": None, **changes})
-    torch.manual_seed(0)
-    return adapted(
-        model=AutoModelForCausalLM.from_config(config, dtype=dtype), target_modules=targets, adapter_dtype=dtype
-    )
-
-
-def loss_path(model):
-    report = engine_status(model.get_base_model()).tiled_loss
-    return report.path, report.reason
-
-
-def compare(model, batch=None, expected_path="tiled", **options):
-    """Largest relative error of loss and gradients, tiled against the model's own loss, both with the engine on."""
-    batch = BATCH if batch is None else batch
-    with engine(model, tiled_loss="never"):
-        expected = step(model, batch)
-    with engine(model, **options):
-        assert loss_path(model)[0] == expected_path
-        got = step(model, batch)
-    return max(errors(got, expected).values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -62,19 +25,10 @@ def test_the_tiled_loss_is_the_model_s_own(family, dtype):
     assert compare(model, strict=True) <= ORDER_OF_SUMS[dtype]
 
 
-def test_a_head_that_the_check_cannot_reach_runs_on_whole_logits():
-    """OPT calls its decoder past its backbone, so that the check of its head fails: no tiling, LoRA's gradients."""
-    model = unknown("opt")
-    assert compare(model, expected_path="logits") <= ORDER_OF_SUMS[torch.float32]
-    with engine(model):
-        assert "the check of its head" in loss_path(model)[1]
-        assert model(**BATCH).logits.shape == (2, LENGTH, 128)
-
-
 @pytest.mark.parametrize("family", [family for family in UNKNOWN if family != "opt"])
 def test_models_without_a_layout_have_their_loss_tiled_too(family):
     """Among them heads with a bias (Phi) and with a scale (Cohere)."""
-    assert compare(unknown(family)) <= ORDER_OF_SUMS[torch.float32]
+    assert compare(unknown_model(family, torch.float32, 0.0)) <= ORDER_OF_SUMS[torch.float32]
 
 
 @pytest.mark.parametrize("tile_bytes", [4, 1000, 2**30])
@@ -141,8 +95,8 @@ def test_half_precision_base(dtype):
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_the_auxiliary_loss_of_a_mixture_of_experts(family):
     changes = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-    model = unknown(family, **changes)
-    without = step(unknown(family, router_aux_loss_coef=0.5), BATCH)
+    model = unknown_model(family, torch.float32, 0.0, **changes)
+    without = step(unknown_model(family, torch.float32, 0.0, router_aux_loss_coef=0.5), BATCH)
     assert relative_error(step(model, BATCH).loss, without.loss) > 1e-2
     assert compare(model) <= ORDER_OF_SUMS[torch.float32]
     with engine(model):
@@ -175,204 +129,6 @@ def test_c39_whole_logits_are_never_built(family):
         seen[mode] = largest.elements
     assert seen["never"] >= (rows - 2) * classes  # the probe sees logits where there are some
     assert seen["auto"] <= max(classes * 64, 2**18)  # the head's weight, or the smallest automatic tile (1 MiB)
-
-
-READS = {
-    "attribute": lambda out: out.logits,
-    "key": lambda out: out["logits"],
-    "getattr": lambda out: getattr(out, "logits", None),
-}
-
-
-@pytest.mark.parametrize("read", READS)
-def test_reading_the_logits_names_the_way_out(read):
-    model = adapted("llama", torch.float32)
-    with engine(model):
-        out = model(**BATCH)
-        with pytest.raises(LogitsNotComputedError, match=r'got a read of outputs.logits.*Set tiled_loss="never"'):
-            READS[read](out)
-    with engine(model, tiled_loss="never"):
-        assert READS[read](model(**BATCH)).shape == (2, LENGTH, 128)
-
-
-def test_the_rest_of_the_output_is_the_model_s_own():
-    model = adapted("llama", torch.float32)
-    with engine(model):
-        out = model(**BATCH, output_hidden_states=True)
-        own = type(out).__mro__[1]
-        assert own.__name__ == "CausalLMOutputWithPast" and isinstance(out, own)
-        assert type(out).__name__ == own.__name__
-        assert list(out.keys()) == ["loss", "hidden_states"] and "logits" not in out
-        assert out[0] is out.loss and out["loss"] is out.loss and len(out.to_tuple()) == 2
-        assert len(out.hidden_states) == 3 and out.attentions is None
-
-
-@pytest.mark.parametrize("how", ["keyword", "position", "config"])
-@pytest.mark.parametrize("mode", ["auto", "always"])
-def test_a_tuple_holds_the_logits(mode, how, caplog, monkeypatch):
-    """A tuple has no attribute that could refuse to be read, so that ``return_dict=False`` is not tiled."""
-    monkeypatch.setattr(block, "_said", set())
-    model = unknown("bloom")  # among the models with return_dict in their signature
-    base = model.get_base_model()
-    names = list(inspect.signature(base.forward).parameters)
-    named = BATCH | ({} if how == "config" else {"return_dict": False})
-    call = [named.get(n) for n in names[: names.index("return_dict") + 1]] if how == "position" else []
-    base.config.return_dict = how != "config"
-    expected = base(*call, **({} if call else named))
-    with engine(model, tiled_loss=mode), caplog.at_level(logging.WARNING, logger="hf_memeff"):
-        assert loss_path(model)[0] == ("logits" if how == "config" else "tiled")
-        got = [base(*call, **({} if call else named)) for _ in range(2)]
-    assert type(expected) is tuple and expected[1].shape == (2, LENGTH, 128)
-    for loss, logits, *rest in got:
-        assert relative_error(loss, expected[0]) <= ORDER_OF_SUMS[torch.float32]
-        assert relative_error(logits, expected[1]) <= ORDER_OF_SUMS[torch.float32]
-        assert not any(isinstance(r, torch.Tensor) for r in rest)
-    said = [r.message for r in caplog.records if "whole logits" in r.message]
-    assert len(said) == 1 and "return_dict=False" in said[0]
-
-
-def test_asking_for_an_output_overrides_a_config_with_tuples():
-    model = unknown("bloom")
-    base = model.get_base_model()
-    base.config.return_dict = False
-    with engine(model):
-        assert base(**BATCH)[1].shape == (2, LENGTH, 128)
-        with pytest.raises(LogitsNotComputedError):
-            _ = base(**BATCH, return_dict=True).logits
-
-
-def test_accelerate_s_conversion_of_outputs():
-    """It runs over every output under mixed precision."""
-    model = adapted("llama", torch.bfloat16, adapter_dtype=torch.float32)
-    with engine(model):
-        out = convert_to_fp32(model(**BATCH, output_hidden_states=True))
-        assert out.loss.dtype == torch.float32 and out.hidden_states[0].dtype == torch.float32
-        with pytest.raises(LogitsNotComputedError):
-            _ = out.logits
-        model.forward = convert_outputs_to_fp32(model.forward)
-        model(**BATCH).loss.backward()
-        del model.forward
-    assert all(p.grad is not None for n, p in model.named_parameters() if "lora_" in n)
-
-
-def test_outputs_are_walked_and_pickled_without_the_logits():
-    """DDP and FSDP walk an output for tensors; multiprocessing pickles it."""
-    model = adapted("llama", torch.float32)
-    with engine(model):
-        out = model(**BATCH)
-        assert [leaf.shape for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)] == [torch.Size([])]
-        assert "logits" not in {f.name for f in dataclasses.fields(out)}
-        assert type(out.loss.detach()) is torch.Tensor
-    assert "logits" in {f.name for f in dataclasses.fields(type(out).__mro__[1])}  # the model's own class keeps it
-    assert pickle.loads(pickle.dumps(out.loss.detach())) == out.loss
-
-
-@pytest.mark.parametrize(
-    ("mode", "training", "tiled"),
-    [
-        ("auto", True, True),
-        ("auto", False, False),
-        ("always", True, True),
-        ("always", False, True),
-        ("never", True, False),
-    ],
-)
-def test_c38_when_logits_are_kept(mode, training, tiled):
-    model = adapted("llama", torch.float32).train(training)
-    own = model(**BATCH)
-    with engine(model, tiled_loss=mode), torch.no_grad() if not training else torch.enable_grad():
-        out = model(**BATCH)
-        assert relative_error(out.loss, own.loss) <= ORDER_OF_SUMS[torch.float32]
-        if tiled:
-            with pytest.raises(LogitsNotComputedError):
-                _ = out.logits
-        else:
-            assert relative_error(out.logits, own.logits) <= ORDER_OF_SUMS[torch.float32]
-        # without labels there is no loss to tile, and logits are what is asked for
-        assert (
-            relative_error(model(input_ids=BATCH["input_ids"]).logits, model(input_ids=BATCH["input_ids"]).logits) == 0
-        )
-        assert model(input_ids=BATCH["input_ids"]).logits.shape == (2, LENGTH, 128)
-
-
-def custom_loss(logits, labels, vocab_size, **kwargs):
-    """A loss that looks at whole logits."""
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=0.3) + logits.std()
-
-
-def whole_logit_models():
-    """Models whose logits are needed, and why."""
-    base = adapted("llama", torch.float32)
-    base.get_base_model().loss_function = custom_loss
-    trained = adapted("llama", torch.float32, target_modules=["q_proj"], modules_to_save=["lm_head"])
-    lora_head = adapted("llama", torch.float32, target_modules=["q_proj", "lm_head"])
-    unfrozen = adapted("llama", torch.float32)
-    unfrozen.get_base_model().lm_head.weight.requires_grad_(True)
-    patched = adapted("llama", torch.float32)
-    head = patched.get_base_model().lm_head
-    head.forward = lambda h: 2.0 * F.linear(h, head.weight)
-    return {
-        "a loss function of its own": base,
-        "ModulesToSaveWrapper": trained,
-        "the head is a Linear (adapted, trained or replaced)": lora_head,
-        "the head is trained": unfrozen,
-        "the head's forward is replaced": patched,
-    }
-
-
-@pytest.mark.parametrize("mode", ["auto", "always"])
-@pytest.mark.parametrize("reason", list(whole_logit_models()))
-def test_c40_heads_and_losses_that_need_logits_get_them(reason, mode, caplog, monkeypatch):
-    """Correct through whole logits, and said once."""
-    monkeypatch.setattr(block, "_said", set())
-    model = whole_logit_models()[reason]
-    expected = step(model, BATCH)
-    with engine(model, tiled_loss=mode), caplog.at_level(logging.WARNING, logger="hf_memeff"):
-        path, why = loss_path(model)
-        got = [step(model, BATCH) for _ in range(3)]
-        assert model(**BATCH).logits.shape == (2, LENGTH, 128)
-    assert path == "logits" and reason in why
-    for one in got:
-        assert max(errors(one, expected).values()) <= ORDER_OF_SUMS[torch.float32]
-    said = [r.message for r in caplog.records if "whole logits" in r.message]
-    assert len(said) == 1 and why in said[0]
-
-
-def test_logits_to_keep():
-    model = adapted("llama", torch.float32)
-    batch = BATCH | {"logits_to_keep": 5, "labels": BATCH["labels"][:, :5]}
-    expected = step(model, batch)
-    with engine(model):
-        got = step(model, batch)
-        assert model(**batch).logits.shape == (2, 5, 128)
-    assert max(errors(got, expected).values()) <= ORDER_OF_SUMS[torch.float32]
-
-
-def test_labels_by_position():
-    model = adapted("llama", torch.float32).get_base_model()
-    names = list(inspect.signature(model.forward).parameters)
-    arguments = [BATCH.get(name) for name in names[: names.index("labels") + 1]]
-    expected = model(*arguments).loss
-    attach_blocks(model, EngineOptions())
-    out = model(*arguments)
-    assert relative_error(out.loss, expected) <= ORDER_OF_SUMS[torch.float32]
-    with pytest.raises(LogitsNotComputedError):
-        _ = out.logits
-
-
-def test_c41_the_signature_that_trainers_read_is_unchanged():
-    model = adapted("llama", torch.float32)
-    base = model.get_base_model()
-    before = inspect.signature(base.forward), inspect.signature(type(base).forward), inspect.signature(model.forward)
-    with engine(model):
-        after = inspect.signature(base.forward), inspect.signature(type(base).forward), inspect.signature(model.forward)
-        trainer = transformers.Trainer(
-            model=model, args=transformers.TrainingArguments(output_dir="unused", use_cpu=True, report_to=[])
-        )
-        assert trainer.model_accepts_loss_kwargs
-        trainer._set_signature_columns_if_needed()
-        assert {"input_ids", "attention_mask", "labels"} <= set(trainer._signature_columns)
-    assert after == before
 
 
 def test_c41_accumulated_micro_batches_are_one_batch():
@@ -409,22 +165,6 @@ def test_a_model_that_is_not_causal():
         attach_blocks(model.get_base_model(), EngineOptions(tiled_loss="always"))
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
-def test_generate_while_attached(family, training):
-    """In training mode too, as GRPO samples; greedy, so that tokens can be compared."""
-    model = adapted(family, torch.float32, overrides={"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0})
-    model.train(training)
-    ids = BATCH["input_ids"][:, :7]
-    arguments = {"max_new_tokens": 9, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    expected = model.generate(input_ids=ids, **arguments)
-    for mode in ("auto", "always"):
-        with engine(model, tiled_loss=mode):
-            assert torch.equal(model.generate(input_ids=ids, **arguments), expected)
-            assert torch.equal(model.generate(input_ids=ids, use_cache=False, **arguments), expected)
-    assert expected.shape[1] > 7
-
-
 def test_a_failing_step_leaves_the_model_as_it_was():
     model = adapted("llama", torch.float32)
     expected = model.eval()(**BATCH).logits
@@ -437,28 +177,3 @@ def test_a_failing_step_leaves_the_model_as_it_was():
         assert "forward" not in head.__dict__ and "_loss_function" not in model.get_base_model().__dict__
         step(model, BATCH)
         assert torch.equal(model.eval()(**BATCH).logits, expected)
-
-
-def test_a_wrong_rule_for_the_head_is_found(monkeypatch):
-    """A family whose logits are scaled under a name nobody reads: the check sees it, and whole logits are used."""
-    model = adapted("granite", torch.float32)
-    monkeypatch.setattr(causal_loss, "head_rule", lambda config: causal_loss.HeadRule())
-    expected = step(model, BATCH)
-    with engine(model):
-        path, reason = loss_path(model)
-        got = step(model, BATCH)
-    assert path == "logits" and "the check of its head found logits off by" in reason
-    assert max(errors(got, expected).values()) <= ORDER_OF_SUMS[torch.float32]
-
-
-def test_the_check_of_the_head_leaves_no_trace():
-    model = adapted("gemma2", torch.float32)
-    base = model.get_base_model()
-    calls = []
-    base.model.register_forward_hook(lambda *args: calls.append(args))
-    state, keys = torch.get_rng_state(), {n: sorted(m.__dict__) for n, m in base.named_modules() if n == "model"}
-    with engine(model):
-        assert loss_path(model) == ("tiled", "")
-        assert torch.equal(torch.get_rng_state(), state) and not calls
-        assert {n: sorted(m.__dict__) for n, m in base.named_modules() if n == "model"} == keys
-    assert all(p.grad is None for p in model.parameters())

@@ -7,7 +7,11 @@ import dataclasses
 import pytest
 import torch
 
-from blocks._models import LAYOUTS, lively_model
+from blocks._causal_loss import BATCH, compare, loss_path
+from blocks._models import LAYOUTS, LENGTH, adapted, engine, errors, lively_model, step
+from blocks._tolerances import ORDER_OF_SUMS
+from blocks._unknown import unknown_model
+from hf_memeff.blocks import causal_loss
 from hf_memeff.blocks.head_rule import HeadRule, check_rule, head_rule
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -59,3 +63,37 @@ def test_a_head_of_zeros_proves_nothing():
     model = small_head("llama", torch.float32)
     model.lm_head.weight.data.zero_()
     assert "off by nan" in check_rule(model, HeadRule())
+
+
+def test_a_head_that_the_check_cannot_reach_runs_on_whole_logits():
+    """OPT calls its decoder past its backbone, so that the check of its head fails: no tiling, LoRA's gradients."""
+    model = unknown_model("opt", torch.float32, 0.0)
+    assert compare(model, expected_path="logits") <= ORDER_OF_SUMS[torch.float32]
+    with engine(model):
+        assert "the check of its head" in loss_path(model)[1]
+        assert model(**BATCH).logits.shape == (2, LENGTH, 128)
+
+
+def test_a_wrong_rule_for_the_head_is_found(monkeypatch):
+    """A family whose logits are scaled under a name nobody reads: the check sees it, and whole logits are used."""
+    model = adapted("granite", torch.float32)
+    monkeypatch.setattr(causal_loss, "head_rule", lambda config: causal_loss.HeadRule())
+    expected = step(model, BATCH)
+    with engine(model):
+        path, reason = loss_path(model)
+        got = step(model, BATCH)
+    assert path == "logits" and "the check of its head found logits off by" in reason
+    assert max(errors(got, expected).values()) <= ORDER_OF_SUMS[torch.float32]
+
+
+def test_the_check_of_the_head_leaves_no_trace():
+    model = adapted("gemma2", torch.float32)
+    base = model.get_base_model()
+    calls = []
+    base.model.register_forward_hook(lambda *args: calls.append(args))
+    state, keys = torch.get_rng_state(), {n: sorted(m.__dict__) for n, m in base.named_modules() if n == "model"}
+    with engine(model):
+        assert loss_path(model) == ("tiled", "")
+        assert torch.equal(torch.get_rng_state(), state) and not calls
+        assert {n: sorted(m.__dict__) for n, m in base.named_modules() if n == "model"} == keys
+    assert all(p.grad is None for p in model.parameters())
