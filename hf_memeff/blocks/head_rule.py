@@ -89,14 +89,17 @@ def check_rule(model: Any, rule: HeadRule) -> str:
         return own
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         raw = nn.functional.linear(hidden, head.weight, head.bias)
-        expected = rule.logits(raw.to(accumulation_dtype(raw.dtype)))
+        expected = rule.logits(_wide(raw))
     if own.shape != expected.shape:
         return f"the check of its head found logits of shape {tuple(own.shape)} instead of {tuple(expected.shape)}"
-    own, expected = own.double(), expected.double()
-    worst = float(((expected - own).norm(dim=-1) / own.norm(dim=-1)).max())
+    worst = float(((expected - _wide(own)).norm(dim=-1) / _wide(own).norm(dim=-1)).max())
     tolerance = _TOLERANCES.get(hidden.dtype, _TOLERANCE)
     # not "worst > tolerance": NaN, of a head whose logits are all zero or not finite, proves nothing
     return "" if worst <= tolerance else f"the check of its head found logits off by {worst:.1e} of their size"
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(accumulation_dtype(x.dtype))
 
 
 def _probe(head: nn.Linear) -> Tensor:
@@ -106,7 +109,7 @@ def _probe(head: nn.Linear) -> Tensor:
     sizes = torch.tensor(_PROBE_SIZES, device=weight.device)[:, None]
     hidden = torch.randn(1, len(sizes), weight.shape[-1], generator=generator).to(weight.device)
     with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
-        raw = nn.functional.linear(hidden.to(weight.dtype), weight).double()
+        raw = _wide(nn.functional.linear(hidden.to(weight.dtype), weight))
     rms = raw.square().mean(-1, keepdim=True).sqrt()
     return (hidden * (sizes / rms)).to(weight.dtype)
 
