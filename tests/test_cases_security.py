@@ -13,7 +13,7 @@ from peft import PeftModel, get_peft_model
 
 import hf_memeff
 from helpers import forbid_network, tiny_model
-from hf_memeff import MespConfig
+from hf_memeff import MespConfig, SageConfig
 from hf_memeff.tuners.portable import OPTIONS_NAME
 
 CONFIG_NAME = "adapter_config.json"
@@ -29,19 +29,28 @@ FREE_TEXT = ("base_model_name_or_path", "revision", "target_modules", "exclude_m
 """Fields where "os" is a possible name of a model, a branch or a module of the base model, and stays a name."""
 
 
-@pytest.fixture(scope="module")
-def clean(tmp_path_factory):
-    """Folder of a saved adapter, read once so that lazy imports are done."""
-    folder = tmp_path_factory.mktemp("clean")
-    get_peft_model(tiny_model(), MespConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")).save_pretrained(
-        folder
-    )
-    MespConfig.from_pretrained(folder)
+def save_clean(folder: Path, config_class: type) -> Path:
+    """Save an adapter and read it once, so that lazy imports are done."""
+    config = config_class(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    get_peft_model(tiny_model(), config).save_pretrained(folder)
+    config_class.from_pretrained(folder)
     return folder
 
 
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory):
+    """Folder of a saved adapter."""
+    return save_clean(tmp_path_factory.mktemp("clean"), MespConfig)
+
+
+@pytest.fixture(scope="module")
+def clean_sage(tmp_path_factory):
+    """Folder of a saved adapter of SAGE."""
+    return save_clean(tmp_path_factory.mktemp("clean_sage"), SageConfig)
+
+
 def fields() -> list[tuple[str, str]]:
-    """Every (file, field) that a saved adapter has."""
+    """Every (file, field) that a saved adapter of MeSP has."""
     config = MespConfig()
     options = ["method", "hf_memeff_version", *MespConfig.option_rules()]
     lora = [name for name in config.to_dict() if name not in options]
@@ -73,6 +82,71 @@ def test_c75_each_hostile_value_of_each_field_is_refused(clean, tmp_path, filena
                     MespConfig.from_pretrained(tmp_path)
                 assert len(str(error.value)) < 1000
         assert set(sys.modules) == modules, kind
+
+
+@pytest.mark.parametrize("reader", [MespConfig, SageConfig])
+@pytest.mark.parametrize("field", ["method", "hf_memeff_version", *SageConfig.option_rules()])
+def test_c75_each_hostile_value_of_each_field_of_sage_is_refused_by_both_methods(clean_sage, tmp_path, field, reader):
+    for kind, value in HOSTILE.items():
+        plant(clean_sage, tmp_path, OPTIONS_NAME, field, value)
+        modules = set(sys.modules)
+        with forbid_network(), pytest.raises(ValueError, match=r"got .*expected .*Fix: ") as error:
+            reader.from_pretrained(tmp_path)
+        assert len(str(error.value)) < 1000
+        assert set(sys.modules) == modules, kind
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("saliency", "Attention"),
+        ("token_budget", 0),
+        ("token_budget", 1.5),
+        ("token_budget", float("nan")),
+        ("token_budget", float("inf")),
+        ("token_budget", True),
+        ("token_budget", 10**400),
+        ("token_budget", -(10**400)),
+        ("attention_mass", "0.8"),
+        ("attention_mass", 10**400),
+        ("min_tokens", 10**400),
+        ("min_tokens", 8.0),
+        ("sink_tokens", -1),
+        ("keep_last", None),
+        ("dense_layers", [0, 0]),
+        ("dense_layers", ["os"]),
+        ("dense_layers", [[0]]),
+        ("dense_layers", [10**400]),
+        ("dense_layers", {"0": 1}),
+        ("query_rows", -1),
+        ("query_rows", ["labels"]),
+        ("method", "lora"),
+        ("method", None),
+        ("method", ["sage"]),
+    ],
+)
+def test_c75_values_of_sage_s_fields_are_checked_inside(clean_sage, tmp_path, field, value):
+    plant(clean_sage, tmp_path, OPTIONS_NAME, field, value)
+    with forbid_network(), pytest.raises(ValueError, match=r"got .*expected .*Fix: "):
+        SageConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("token_budget", "adaptive"),
+        ("token_budget", 1),
+        ("token_budget", 1e-3),
+        ("dense_layers", []),
+        ("dense_layers", [0, -1]),
+        ("query_rows", "last"),
+        ("query_rows", 16),
+    ],
+)
+def test_c75_what_sage_itself_writes_is_read(clean_sage, tmp_path, field, value):
+    plant(clean_sage, tmp_path, OPTIONS_NAME, field, value)
+    found = getattr(SageConfig.from_pretrained(tmp_path), field)
+    assert found == (tuple(value) if isinstance(value, list) else value)
 
 
 @pytest.mark.parametrize(
@@ -212,20 +286,22 @@ def test_c77_the_bomb_works():
         assert sentinel.exists()
 
 
-def test_c77_a_pickle_adapter_is_refused_and_never_executed(pickled):
+@pytest.mark.parametrize("config_class", [MespConfig, SageConfig])
+def test_c77_a_pickle_adapter_is_refused_and_never_executed(pickled, config_class):
     folder, sentinel = pickled
     with pytest.raises(
         ValueError, match=r"got adapter_model.bin \(a pickle.*expected adapter_model.safetensors.*Fix: "
     ):
-        PeftModel.from_pretrained(tiny_model(), folder, config=MespConfig.from_pretrained(folder), is_trainable=True)
+        PeftModel.from_pretrained(tiny_model(), folder, config=config_class.from_pretrained(folder), is_trainable=True)
     assert not sentinel.exists()
 
 
-def test_c77_a_harmless_pickle_is_refused_too(clean, tmp_path):
+@pytest.mark.parametrize("config_class", [MespConfig, SageConfig])
+def test_c77_a_harmless_pickle_is_refused_too(clean, tmp_path, config_class):
     plant(clean, tmp_path, CONFIG_NAME, "r", 2)
     torch.save({"base_model.model.x.lora_A.weight": torch.zeros(1)}, tmp_path / "adapter_model.bin")
     with pytest.raises(ValueError, match="a pickle"):
-        MespConfig.from_pretrained(tmp_path)
+        config_class.from_pretrained(tmp_path)
 
 
 def test_c77_a_config_made_in_code_does_not_get_a_pickle_executed_either(pickled):

@@ -6,7 +6,7 @@ from peft import LoHaConfig, LoraConfig, get_peft_model, inject_adapter_in_model
 from peft.tuners.lora import config as lora_config
 
 from helpers import fill_adapters, loss_and_gradients, tiny_model, token_batch, worst_relative_error
-from hf_memeff import MespConfig, attach, detach, memeff_status
+from hf_memeff import MespConfig, SageConfig, attach, detach, memeff_status
 
 SETTINGS = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
@@ -25,11 +25,11 @@ def shape_of(model):
     ]
 
 
-def test_attached_lora_trains_with_lora_s_gradients_and_detaching_restores_the_model():
+def test_attached_lora_trains_with_lora_s_gradients_and_detaching_restores_the_model(ours):
     model = plain()
     before = shape_of(model)
     expected_loss, expected = loss_and_gradients(model, token_batch())
-    attach(model, MespConfig(mlp_tile_tokens=8))
+    attach(model, ours(mlp_tile_tokens=8))
     assert {block.path for block in memeff_status(model).blocks} == {"structured"}
     assert shape_of(model) != before
     loss, gradients = loss_and_gradients(model, token_batch())
@@ -45,20 +45,20 @@ def test_attaching_without_a_config_takes_the_defaults():
     assert memeff_status(model).attached and memeff_status(model).activation_store == "memory"
 
 
-def test_attaching_again_takes_over_the_new_options():
+def test_attaching_again_takes_over_the_new_options(ours):
     model = plain()
-    attach(model, MespConfig(tiled_loss="never"))
+    attach(model, ours(tiled_loss="never"))
     assert memeff_status(model).tiled_loss.path == "logits"
-    attach(model, MespConfig())
+    attach(model, ours())
     assert memeff_status(model).tiled_loss.path == "tiled"
     detach(model)
     detach(model)
     assert not memeff_status(model).attached
 
 
-def test_adapters_injected_without_a_peft_model_are_attached():
+def test_adapters_injected_without_a_peft_model_are_attached(ours):
     model = inject_adapter_in_model(LoraConfig(**SETTINGS), tiny_model())
-    attach(model, MespConfig())
+    attach(model, ours())
     assert {block.path for block in memeff_status(model).blocks} == {"structured"}
 
 
@@ -73,20 +73,47 @@ def test_saved_files_of_an_attached_model_are_plain_lora(tmp_path):
     ]
 
 
-def test_on_a_mesp_model_it_changes_the_engine_and_the_saved_options(tmp_path):
-    model = get_peft_model(tiny_model(), MespConfig(**SETTINGS))
+def test_on_a_model_of_ours_it_changes_the_engine_and_the_saved_options(ours, tmp_path):
+    model = get_peft_model(tiny_model(), ours(**SETTINGS))
     detach(model)
     assert not memeff_status(model).attached
-    attach(model, MespConfig(tiled_loss="never"))
+    attach(model, ours(tiled_loss="never"))
     assert memeff_status(model).tiled_loss.path == "logits"
     model.save_pretrained(tmp_path)
-    assert MespConfig.from_pretrained(tmp_path).tiled_loss == "never"
+    assert ours.from_pretrained(tmp_path).tiled_loss == "never"
 
 
-def test_the_status_says_that_plain_loading_gives_plain_lora():
-    model = get_peft_model(tiny_model(), MespConfig(**SETTINGS))
+def test_the_status_says_that_plain_loading_gives_plain_lora(ours):
+    model = get_peft_model(tiny_model(), ours(**SETTINGS))
     assert "without config= gives plain LoRA" in str(memeff_status(model))
-    assert "MespConfig.from_pretrained(folder) to train it on with MeSP" in memeff_status(model).notes[-1]
+    expected = f"{ours.config_class.__name__}.from_pretrained(folder) to train it on with {ours.config_class.title}"
+    assert expected in memeff_status(model).notes[-1]
+    model = plain()
+    attach(model, ours())
+    assert expected in memeff_status(model).notes[-1]
+
+
+def test_without_a_config_a_model_of_ours_keeps_its_own_options(ours):
+    model = get_peft_model(tiny_model(), ours(**SETTINGS, tiled_loss="never"))
+    detach(model)
+    attach(model)
+    assert memeff_status(model).tiled_loss.path == "logits"
+
+
+@pytest.mark.parametrize(("made_with", "given"), [(MespConfig, SageConfig), (SageConfig, MespConfig)])
+def test_another_method_than_the_model_was_made_with_is_refused(made_with, given):
+    model = get_peft_model(tiny_model(), made_with(**SETTINGS))
+    message = f"attach got a {given.__name__} for a model made with {made_with.__name__}, expected .* Fix: "
+    with pytest.raises(ValueError, match=message):
+        attach(model, given())
+    assert memeff_status(model).attached
+
+
+def test_a_plain_lora_model_changes_its_method_by_attaching_again():
+    model = plain()
+    attach(model, SageConfig())
+    attach(model, MespConfig())
+    assert "to train it on with MeSP" in memeff_status(model).notes[-1]
 
 
 @pytest.mark.parametrize("wrapper", ["data_parallel", "compiled"])
@@ -99,12 +126,12 @@ def test_a_wrapped_model_is_found(wrapper):
     assert not memeff_status(model).attached
 
 
-def test_strict_failing_on_a_mesp_model_keeps_its_saved_options(tmp_path):
+def test_strict_failing_on_a_model_of_ours_keeps_its_saved_options(ours, tmp_path):
     base = tiny_model()
     base.model.layers[1].input_layernorm = torch.nn.Sequential(base.model.layers[1].input_layernorm, torch.nn.Tanh())
-    model = get_peft_model(base, MespConfig(**SETTINGS))
+    model = get_peft_model(base, ours(**SETTINGS))
     with pytest.raises(RuntimeError, match=r"layers\.1"):
-        attach(model, MespConfig(strict=True))
+        attach(model, ours(strict=True))
     assert model.peft_config["default"].strict is False
 
 
@@ -123,8 +150,8 @@ def test_strict_failing_on_a_mesp_model_keeps_its_saved_options(tmp_path):
         ({}, {"task_type": None, "inference_mode": True, "base_model_name_or_path": "elsewhere"}),
     ],
 )
-def test_lora_fields_that_repeat_the_live_adapter_s_are_taken(live, given):
-    attach(plain(**live), MespConfig(**given))
+def test_lora_fields_that_repeat_the_live_adapter_s_are_taken(ours, live, given):
+    attach(plain(**live), ours(**given))
 
 
 @pytest.mark.parametrize(
@@ -141,11 +168,11 @@ def test_lora_fields_that_repeat_the_live_adapter_s_are_taken(live, given):
         ({}, {"modules_to_save": ["lm_head"]}, "modules_to_save"),
     ],
 )
-def test_lora_fields_that_contradict_the_live_adapter_are_refused(live, given, field):
+def test_lora_fields_that_contradict_the_live_adapter_are_refused(ours, live, given, field):
     model = plain(**live)
     before = shape_of(model)
     with pytest.raises(ValueError, match=rf"attach got {field}=.*, expected .* Fix: leave {field} out"):
-        attach(model, MespConfig(**given))
+        attach(model, ours(**given))
     assert shape_of(model) == before
 
 
@@ -162,19 +189,19 @@ def test_an_adapter_that_cannot_be_re_run_is_refused():
         attach(model)
 
 
-def test_an_option_broken_after_the_config_was_made_is_refused():
-    config = MespConfig()
+def test_an_option_broken_after_the_config_was_made_is_refused(ours):
+    config = ours()
     config.tiled_loss = "sometimes"
     with pytest.raises(ValueError, match="got tiled_loss='sometimes'"):
         attach(plain(), config)
 
 
-def test_an_unusable_folder_is_refused_and_changes_nothing(tmp_path):
+def test_an_unusable_folder_is_refused_and_changes_nothing(ours, tmp_path):
     (tmp_path / "file").write_text("")
     model = plain()
     before = shape_of(model)
     with pytest.raises(OSError, match=r"got .*expected .*Fix: "):
-        attach(model, MespConfig(activation_store="disk", activation_store_dir=tmp_path / "file"))
+        attach(model, ours(activation_store="disk", activation_store_dir=tmp_path / "file"))
     assert shape_of(model) == before
 
 

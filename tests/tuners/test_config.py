@@ -1,4 +1,4 @@
-"""MespConfig, and case C35: every field of LoraConfig is LoRA's to the last gradient, or refused."""
+"""What both configs share, and case C35: every field of LoraConfig is LoRA's to the last gradient, or refused."""
 
 import copy
 import dataclasses
@@ -9,53 +9,51 @@ import pytest
 import torch
 from peft import LoraConfig, PeftConfig, get_peft_model
 from peft.tuners.lora import config as lora_config
-from peft.utils import PeftType
 
 from helpers import fill_adapters, loss_and_gradients, tiny_model, token_batch, worst_relative_error
-from hf_memeff import MespConfig
 
 
-def test_it_is_a_lora_config_of_its_own_type():
-    config = MespConfig()
+def test_it_is_a_lora_config_of_its_own_type(ours):
+    config = ours()
     assert isinstance(config, LoraConfig) and isinstance(config, PeftConfig)
-    assert config.peft_type is PeftType.MESP and not config.is_prompt_learning
+    assert config.peft_type is ours.peft_type and not config.is_prompt_learning
 
 
-def test_fields_of_lora_config_keep_their_place():
+def test_fields_of_lora_config_keep_their_place(ours):
     """Positional arguments of a LoraConfig script mean the same."""
     stock = [item.name for item in dataclasses.fields(LoraConfig)]
-    assert [item.name for item in dataclasses.fields(MespConfig)][: len(stock)] == stock
+    assert [item.name for item in dataclasses.fields(ours.config_class)][: len(stock)] == stock
 
 
-def test_it_survives_pickle_and_copies():
-    config = MespConfig(r=4, target_modules=["q_proj"], strict=True)
+def test_it_survives_pickle_and_copies(ours):
+    config = ours(r=4, target_modules=["q_proj"], strict=True)
     for again in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config), dataclasses.replace(config)):
-        assert again == config and type(again) is MespConfig
+        assert again == config and type(again) is ours.config_class
 
 
 @pytest.mark.parametrize("rank", [0, -1, "8", 2.0])
-def test_a_rank_that_is_no_positive_integer_is_refused(rank):
-    with pytest.raises(ValueError, match=r"MespConfig got rank .* for 'r', expected an integer above 0. Fix: "):
-        MespConfig(r=rank)
-    with pytest.raises(ValueError, match=r"MespConfig got rank .* for 'q_proj', expected"):
-        MespConfig(rank_pattern={"q_proj": rank})
+def test_a_rank_that_is_no_positive_integer_is_refused(ours, rank):
+    with pytest.raises(ValueError, match=r"Config got rank .* for 'r', expected an integer above 0. Fix: "):
+        ours(r=rank)
+    with pytest.raises(ValueError, match=r"Config got rank .* for 'q_proj', expected"):
+        ours(rank_pattern={"q_proj": rank})
 
 
-def test_what_lora_config_refuses_is_refused_with_its_message():
+def test_what_lora_config_refuses_is_refused_with_its_message(ours):
     for wrong in ({"task_type": "NONSENSE"}, {"layers_pattern": "layers"}, {"lora_bias": True, "use_dora": True}):
         with pytest.raises(ValueError) as stock:
             LoraConfig(**wrong)
-        with pytest.raises(ValueError) as ours:
-            MespConfig(**wrong)
-        assert str(ours.value) == str(stock.value)
+        with pytest.raises(ValueError) as error:
+            ours(**wrong)
+        assert str(error.value) == str(stock.value)
 
 
 @pytest.mark.parametrize(
     ("field", "value"), [("megatron_config", {"num_layers": 2}), ("monteclora_config", lora_config.MontecloraConfig())]
 )
-def test_variants_that_cannot_be_re_run_are_refused(field, value):
-    with pytest.raises(ValueError, match=rf"MeSP got {field}, expected None: .* Fix: train"):
-        MespConfig(**{field: value})
+def test_variants_that_cannot_be_re_run_are_refused(ours, field, value):
+    with pytest.raises(ValueError, match=rf"{ours.config_class.title} got {field}, expected None: .* Fix: train"):
+        ours(**{field: value})
 
 
 BOOKKEEPING = {
@@ -125,13 +123,13 @@ def test_c35_every_field_of_lora_config_has_a_place_in_these_tests():
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
 @pytest.mark.parametrize("field", SETTINGS)
-def test_c35_loss_and_gradients_are_lora_s_with_each_field_set(field):
+def test_c35_loss_and_gradients_are_lora_s_with_each_field_set(ours, field):
     default = getattr(LoraConfig(), field)
     assert SETTINGS[field][field] != default
     results = []
     batch = token_batch()
     batch["input_ids"][:, 4:6] = torch.tensor([7, 8])  # aLoRA's invocation
-    for config_cls in (LoraConfig, MespConfig):
+    for config_cls in (LoraConfig, ours):
         family = "qwen2" if field in ("bias", "lora_bias") else "llama"
         torch.manual_seed(3)
         model = get_peft_model(tiny_model(family), config_cls(**{"r": 4, "task_type": "CAUSAL_LM", **SETTINGS[field]}))

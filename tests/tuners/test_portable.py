@@ -22,18 +22,18 @@ from helpers import (
     token_batch,
     worst_relative_error,
 )
-from hf_memeff import MespConfig, memeff_status
+from hf_memeff import memeff_status
 from hf_memeff.tuners.portable import OPTIONS_NAME, write_json
 
 IDS = torch.arange(3, 40)[None]
 
 
 @pytest.fixture
-def saved(tmp_path):
-    """Folder "adapter" saved from an MeSP model with non-zero adapters, folder "base", and the logits."""
+def saved(ours, tmp_path):
+    """Folder "adapter" saved from a model of ours with non-zero adapters, folder "base", and the logits."""
     base = tiny_model()
     base.save_pretrained(tmp_path / "base")
-    config = MespConfig(
+    config = ours(
         r=4, target_modules="all-linear", task_type="CAUSAL_LM", tiled_loss="never", mlp_tile_tokens=8, strict=True
     )
     model = get_peft_model(base, config)
@@ -71,23 +71,23 @@ def test_c10_stock_peft_loads_the_folder_without_this_package_and_without_a_warn
     assert result.stderr.count("Warning") == result.stderr.count("FutureWarning"), result.stderr
 
 
-def test_c10_loading_by_name_gives_plain_lora_and_with_config_gives_mesp(saved):
+def test_c10_loading_by_name_gives_plain_lora_and_with_config_gives_ours(ours, saved):
     plain = PeftModel.from_pretrained(tiny_model(), saved / "adapter")
     assert plain.peft_type == PeftType.LORA and not memeff_status(plain).attached
-    config = MespConfig.from_pretrained(saved / "adapter")
+    config = ours.from_pretrained(saved / "adapter")
     model = PeftModel.from_pretrained(tiny_model(), saved / "adapter", config=config, is_trainable=True)
-    assert model.peft_type == PeftType.MESP and {b.path for b in memeff_status(model).blocks} == {"structured"}
+    assert model.peft_type == ours.peft_type and {b.path for b in memeff_status(model).blocks} == {"structured"}
     expected = torch.load(saved / "logits.pt")
     for loaded in (plain, model):
         with torch.no_grad():
             assert torch.equal(loaded.eval()(input_ids=IDS).logits, expected)
 
 
-def test_c10_our_class_in_the_file_needs_the_import_and_then_loads(saved):
+def test_c10_our_class_in_the_file_needs_the_import_and_then_loads(ours, saved):
     path = saved / "adapter" / "adapter_config.json"
-    path.write_text(path.read_text().replace('"LORA"', '"MESP"'))
+    path.write_text(path.read_text().replace('"LORA"', f'"{ours.peft_type.value}"'))
     model = PeftModel.from_pretrained(tiny_model(), saved / "adapter")
-    assert type(model.peft_config["default"]) is MespConfig
+    assert type(model.peft_config["default"]) is ours.config_class
 
 
 def test_adapter_config_holds_json_plain_lora_keys_only(saved):
@@ -98,7 +98,7 @@ def test_adapter_config_holds_json_plain_lora_keys_only(saved):
     assert data["target_modules"] == sorted(data["target_modules"])
 
 
-def test_tensors_and_their_names_are_lora_s(saved, tmp_path):
+def test_tensors_and_their_names_are_lora_s(ours, saved, tmp_path):
     from safetensors.torch import load_file
 
     stock = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
@@ -109,18 +109,18 @@ def test_tensors_and_their_names_are_lora_s(saved, tmp_path):
     assert list(ours) == list(theirs) and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_options_file_holds_method_version_and_options_but_no_path(saved, tmp_path):
+def test_options_file_holds_method_version_and_options_but_no_path(ours, saved, tmp_path):
     data = json.loads((saved / "adapter" / OPTIONS_NAME).read_text())
-    assert data["method"] == "mesp" and data["hf_memeff_version"] == "0.1.0"
+    assert data["method"] == ours.name and data["hf_memeff_version"] == "0.1.0"
     assert data["tiled_loss"] == "never" and data["mlp_tile_tokens"] == 8 and data["strict"] is True
-    MespConfig(activation_store="disk", activation_store_dir=str(tmp_path)).save_pretrained(tmp_path / "other")
+    ours(activation_store="disk", activation_store_dir=str(tmp_path)).save_pretrained(tmp_path / "other")
     written = (tmp_path / "other" / OPTIONS_NAME).read_text() + (tmp_path / "other" / "adapter_config.json").read_text()
     assert str(tmp_path) not in written
-    assert MespConfig.from_pretrained(tmp_path / "other").activation_store == "disk"
+    assert ours.from_pretrained(tmp_path / "other").activation_store == "disk"
 
 
-def test_round_trip_keeps_every_field(tmp_path):
-    config = MespConfig(
+def test_round_trip_keeps_every_field(ours, tmp_path):
+    config = ours(
         r=5,
         lora_alpha=7,
         lora_dropout=0.25,
@@ -140,17 +140,17 @@ def test_round_trip_keeps_every_field(tmp_path):
         strict=True,
     )
     config.save_pretrained(tmp_path)
-    again = MespConfig.from_pretrained(tmp_path)
-    assert type(again) is MespConfig and again.to_dict() == config.to_dict()
+    again = ours.from_pretrained(tmp_path)
+    assert type(again) is ours.config_class and again.to_dict() == config.to_dict()
     assert type(PeftConfig.from_pretrained(tmp_path)) is LoraConfig
 
 
-def test_a_plain_lora_adapter_can_be_trained_on(tmp_path):
+def test_a_plain_lora_adapter_can_be_trained_on(ours, tmp_path):
     stock = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
     fill_adapters(stock)
     stock.save_pretrained(tmp_path)
-    config = MespConfig.from_pretrained(tmp_path)
-    assert config.engine_options() == MespConfig().engine_options()
+    assert ours.from_pretrained(tmp_path).engine_options() == ours.config_class().engine_options()
+    config = ours.from_pretrained(tmp_path, **ours.exact)
     model = PeftModel.from_pretrained(tiny_model(), tmp_path, config=config, is_trainable=True)
     batch = token_batch()
     loss, gradients = loss_and_gradients(model, batch)
@@ -159,10 +159,10 @@ def test_a_plain_lora_adapter_can_be_trained_on(tmp_path):
     assert worst_relative_error(gradients, stock_gradients) <= 1e-5
 
 
-def test_training_on_from_a_saved_adapter_continues_lora_s_run(saved):
+def test_training_on_from_a_saved_adapter_continues_lora_s_run(ours, saved):
     """Two optimizer steps after reloading give the parameters that stock LoRA gets from the same folder."""
     results = []
-    for config in (None, MespConfig.from_pretrained(saved / "adapter")):
+    for config in (None, ours.from_pretrained(saved / "adapter")):
         model = PeftModel.from_pretrained(tiny_model(), saved / "adapter", config=config, is_trainable=True)
         model.train()
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -176,10 +176,10 @@ def test_training_on_from_a_saved_adapter_continues_lora_s_run(saved):
     assert any(not torch.equal(start[n].double(), value) for n, value in results[1].items())
 
 
-def test_a_second_adapter_joins_by_add_adapter_then_load_adapter(saved):
-    model = get_peft_model(tiny_model(), MespConfig(r=8, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+def test_a_second_adapter_joins_by_add_adapter_then_load_adapter(ours, saved):
+    model = get_peft_model(tiny_model(), ours(r=8, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     folder = saved / "adapter"
-    model.add_adapter("b", MespConfig.from_pretrained(folder))
+    model.add_adapter("b", ours.from_pretrained(folder))
     result = model.load_adapter(folder, "b")
     assert not result.unexpected_keys and not [key for key in result.missing_keys if ".b." in key]
     model.set_adapter("b")
@@ -189,8 +189,8 @@ def test_a_second_adapter_joins_by_add_adapter_then_load_adapter(saved):
         model.load_adapter(folder, "c")  # the documented exception: the file's type is LORA
 
 
-def test_loading_onto_the_meta_device_first_waits_with_the_self_check(saved):
-    config = MespConfig.from_pretrained(saved / "adapter")
+def test_loading_onto_the_meta_device_first_waits_with_the_self_check(ours, saved):
+    config = ours.from_pretrained(saved / "adapter")
     folder = saved / "adapter"
     model = PeftModel.from_pretrained(tiny_model(), folder, config=config, is_trainable=True, low_cpu_mem_usage=True)
     with torch.no_grad():
@@ -199,13 +199,13 @@ def test_loading_onto_the_meta_device_first_waits_with_the_self_check(saved):
     assert {(block.path, block.reason) for block in memeff_status(model).blocks} == {("structured", "")}
 
 
-def test_a_subfolder_is_read(saved):
-    config = MespConfig.from_pretrained(saved, subfolder="adapter")
+def test_a_subfolder_is_read(ours, saved):
+    config = ours.from_pretrained(saved, subfolder="adapter")
     assert config.r == 4 and config.tiled_loss == "never"
 
 
-def test_a_named_adapter_is_saved_in_its_folder_with_both_files(tmp_path):
-    model = get_peft_model(tiny_model(), MespConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"), "first")
+def test_a_named_adapter_is_saved_in_its_folder_with_both_files(ours, tmp_path):
+    model = get_peft_model(tiny_model(), ours(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"), "first")
     model.save_pretrained(tmp_path)
     assert sorted(os.listdir(tmp_path / "first")) == [
         "adapter_config.json",
@@ -214,35 +214,39 @@ def test_a_named_adapter_is_saved_in_its_folder_with_both_files(tmp_path):
     ]
 
 
-def test_a_base_model_without_task_type_is_recorded_and_read_back(tmp_path):
-    model = get_peft_model(tiny_model(), MespConfig(r=2, target_modules=["q_proj"]))
+def test_a_base_model_without_task_type_is_recorded_and_read_back(ours, tmp_path):
+    model = get_peft_model(tiny_model(), ours(r=2, target_modules=["q_proj"]))
     model.save_pretrained(tmp_path)
     data = json.loads((tmp_path / "adapter_config.json").read_text())
     assert data["auto_mapping"]["base_model_class"] == "LlamaForCausalLM"
-    assert MespConfig.from_pretrained(tmp_path).r == 2
+    assert ours.from_pretrained(tmp_path).r == 2
 
 
-def test_a_relative_base_path_stays_readable(tmp_path, monkeypatch):
+def test_a_relative_base_path_stays_readable(ours, tmp_path, monkeypatch):
     (tmp_path / "work").mkdir()
     tiny_model().save_pretrained(tmp_path / "base")
     monkeypatch.chdir(tmp_path / "work")
-    MespConfig(base_model_name_or_path="../base").save_pretrained("adapter")
-    assert MespConfig.from_pretrained("adapter").base_model_name_or_path == str(tmp_path / "base")
+    ours(base_model_name_or_path="../base").save_pretrained("adapter")
+    assert ours.from_pretrained("adapter").base_model_name_or_path == str(tmp_path / "base")
 
 
-def test_the_card_says_what_the_adapter_is_and_how_to_train_it_on(saved):
+def test_the_card_says_what_the_adapter_is_and_how_to_train_it_on(ours, saved):
     path = saved / "adapter" / "README.md"
     card = ModelCard.load(path)
-    assert {"hf_memeff", "mesp", "lora"} <= set(card.data.tags) and card.data.library_name == "peft"
-    assert "without `config=` gives plain LoRA" in card.text and "MespConfig.from_pretrained(" in card.text
-    config = MespConfig.from_pretrained(saved / "adapter")
+    assert {"hf_memeff", ours.name, "lora"} <= set(card.data.tags) and card.data.library_name == "peft"
+    reader = f"{ours.config_class.__name__}.from_pretrained("
+    assert "without `config=` gives plain LoRA" in card.text and reader in card.text
+        "without `config=` gives plain LoRA" in card.text
+        and f"{ours.config_class.__name__}.from_pretrained(" in card.text
+    )
+    config = ours.from_pretrained(saved / "adapter")
     PeftModel.from_pretrained(tiny_model(), saved / "adapter", config=config).save_pretrained(saved / "adapter")
-    assert path.read_text().count("## Training on with MeSP") == 1
+    assert path.read_text().count(f"## Training on with {ours.config_class.title}") == 1
 
 
 @needs_peft_021
-def test_tensors_without_a_place_are_named_instead_of_dropped_silently(saved):
-    config = MespConfig.from_pretrained(saved / "adapter")
+def test_tensors_without_a_place_are_named_instead_of_dropped_silently(ours, saved):
+    config = ours.from_pretrained(saved / "adapter")
     config.target_modules = {"q_proj"}
     with pytest.warns(UserWarning, match=r"24 of 28 tensors .* have no place in this model"):
         PeftModel.from_pretrained(tiny_model(), saved / "adapter", config=config)
@@ -260,47 +264,47 @@ def edit(folder, filename, **changes):
 
 
 @pytest.mark.parametrize("empty", [None, False, "", [], {}])
-def test_c11_unknown_empty_fields_are_ignored_with_one_warning_that_lists_them(saved, empty, recwarn):
+def test_c11_unknown_empty_fields_are_ignored_with_one_warning_that_lists_them(ours, saved, empty, recwarn):
     edit(saved / "adapter", "adapter_config.json", future_flag=empty)
     edit(saved / "adapter", OPTIONS_NAME, future_store=empty, another=empty)
-    assert MespConfig.from_pretrained(saved / "adapter").r == 4
+    assert ours.from_pretrained(saved / "adapter").r == 4
     (warning,) = [w for w in recwarn.list if issubclass(w.category, UserWarning) and "unknown" in str(w.message)]
     assert all(name in str(warning.message) for name in ("future_flag", "future_store", "another"))
 
 
 @pytest.mark.parametrize("filename", ["adapter_config.json", OPTIONS_NAME])
 @pytest.mark.parametrize("value", [True, 1, 0, 0.5, "on", ["a"], {"a": None}])
-def test_c11_an_unknown_field_with_a_value_may_change_the_maths_and_is_refused(saved, filename, value):
+def test_c11_an_unknown_field_with_a_value_may_change_the_maths_and_is_refused(ours, saved, filename, value):
     edit(saved / "adapter", filename, future_flag=value)
     with pytest.raises(ValueError, match=rf"{filename}: got 'future_flag': .* expected .* Fix: pip install -U"):
-        MespConfig.from_pretrained(saved / "adapter")
+        ours.from_pretrained(saved / "adapter")
 
 
-def test_c11_missing_fields_get_their_defaults(saved):
+def test_c11_missing_fields_get_their_defaults(ours, saved):
     for filename, names in (("adapter_config.json", ["use_rslora", "eva_config"]), (OPTIONS_NAME, ["tiled_loss"])):
         path = saved / "adapter" / filename
         data = {k: v for k, v in json.loads(path.read_text()).items() if k not in names}
         path.write_text(json.dumps(data))
-    config = MespConfig.from_pretrained(saved / "adapter")
+    config = ours.from_pretrained(saved / "adapter")
     assert config.use_rslora is False and config.eva_config is None and config.tiled_loss == "auto"
     assert config.mlp_tile_tokens == 8
 
 
-def test_c11_another_version_is_read(saved):
+def test_c11_another_version_is_read(ours, saved):
     edit(saved / "adapter", OPTIONS_NAME, hf_memeff_version="9.9.9")
     edit(saved / "adapter", "adapter_config.json", peft_version="0.99.0.dev0@abcdef")
-    assert MespConfig.from_pretrained(saved / "adapter").strict is True
+    assert ours.from_pretrained(saved / "adapter").strict is True
 
 
-def test_c11_another_method_is_refused(saved):
+def test_c11_another_method_is_refused(ours, saved):
     edit(saved / "adapter", OPTIONS_NAME, method="other")
     with pytest.raises(ValueError, match=r"memeff_config.json: got method='other', expected one of 'mesp', 'sage'"):
-        MespConfig.from_pretrained(saved / "adapter")
+        ours.from_pretrained(saved / "adapter")
 
 
-def test_a_folder_without_an_adapter_is_refused(tmp_path):
+def test_a_folder_without_an_adapter_is_refused(ours, tmp_path):
     with pytest.raises(ValueError, match=r"got no adapter_config.json in .*expected .*Fix: "):
-        MespConfig.from_pretrained(tmp_path)
+        ours.from_pretrained(tmp_path)
 
 
 # writing
@@ -342,7 +346,7 @@ def test_files_get_the_user_s_usual_permissions(tmp_path):
     assert os.stat(tmp_path / "a.json").st_mode == os.stat(tmp_path / "b.json").st_mode
 
 
-def test_saving_over_a_file_is_refused(tmp_path):
+def test_saving_over_a_file_is_refused(ours, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="expected a folder"):
-        MespConfig().save_pretrained(tmp_path / "file")
+        ours().save_pretrained(tmp_path / "file")

@@ -4,7 +4,6 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-from hf_memeff import MespConfig
 from hf_memeff.tuners.portable import OPTIONS_NAME
 
 REPOSITORY = "someone/adapter"
@@ -28,8 +27,8 @@ class FakeHub:
 
 
 @pytest.fixture
-def hub(tmp_path, monkeypatch):
-    MespConfig(r=3, target_modules=["q_proj"], tiled_loss="always").save_pretrained(tmp_path)
+def hub(ours, tmp_path, monkeypatch):
+    ours(r=3, target_modules=["q_proj"], tiled_loss="always").save_pretrained(tmp_path)
 
     def serve(*files):
         fake = FakeHub(tmp_path, files)
@@ -43,9 +42,9 @@ def hub(tmp_path, monkeypatch):
     return serve
 
 
-def test_both_files_are_read(hub):
+def test_both_files_are_read(ours, hub):
     fake = hub("adapter_config.json", OPTIONS_NAME, "adapter_model.safetensors")
-    config = MespConfig.from_pretrained(REPOSITORY, revision="v1", token="secret", ephemeral_gpu_offload=False)
+    config = ours.from_pretrained(REPOSITORY, revision="v1", token="secret", ephemeral_gpu_offload=False)
     assert config.r == 3 and config.tiled_loss == "always"
     assert fake.downloads == [
         (REPOSITORY, "adapter_config.json", "v1", "secret"),
@@ -53,30 +52,30 @@ def test_both_files_are_read(hub):
     ]
 
 
-def test_a_plain_lora_repository_gives_default_options(hub):
+def test_a_plain_lora_repository_gives_default_options(ours, hub):
     hub("adapter_config.json", "adapter_model.safetensors")
-    assert MespConfig.from_pretrained(REPOSITORY).tiled_loss == "auto"
+    assert ours.from_pretrained(REPOSITORY).tiled_loss == "auto"
 
 
-def test_a_subfolder_is_asked_for(hub):
+def test_a_subfolder_is_asked_for(ours, hub):
     fake = hub("b/adapter_config.json", f"b/{OPTIONS_NAME}", "b/adapter_model.safetensors", "adapter_model.bin")
-    assert MespConfig.from_pretrained(REPOSITORY, subfolder="b").r == 3
+    assert ours.from_pretrained(REPOSITORY, subfolder="b").r == 3
     assert [path for _, path, _, _ in fake.downloads] == ["b/adapter_config.json", f"b/{OPTIONS_NAME}"]
 
 
-def test_c77_a_pickle_on_the_hub_is_refused(hub):
+def test_c77_a_pickle_on_the_hub_is_refused(ours, hub):
     hub("adapter_config.json", "adapter_model.bin")
     with pytest.raises(ValueError, match=r"got adapter_model\.bin \(a pickle"):
-        MespConfig.from_pretrained(REPOSITORY)
+        ours.from_pretrained(REPOSITORY)
 
 
-def test_a_repository_without_an_adapter_is_refused(hub):
+def test_a_repository_without_an_adapter_is_refused(ours, hub):
     hub("README.md")
     with pytest.raises(ValueError, match=r"got no adapter_config\.json in 'someone/adapter'"):
-        MespConfig.from_pretrained(REPOSITORY)
+        ours.from_pretrained(REPOSITORY)
 
 
-def test_offline_without_a_cached_options_file_the_options_are_the_defaults(hub, monkeypatch):
+def test_offline_without_a_cached_options_file_the_options_are_the_defaults(ours, hub, monkeypatch):
     fake = hub("adapter_config.json")
 
     def cached_only(repo_id, filename, *, subfolder=None):
@@ -86,4 +85,4 @@ def test_offline_without_a_cached_options_file_the_options_are_the_defaults(hub,
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", cached_only)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert MespConfig.from_pretrained(REPOSITORY).engine_options() == MespConfig().engine_options()
+    assert ours.from_pretrained(REPOSITORY).engine_options() == ours.config_class().engine_options()
