@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from hf_memeff.blocks.arguments import CACHE_NAMES, filled_cache
-from hf_memeff.blocks.block import BlockForward, hand_over, strict_message
+from hf_memeff.blocks.batch_tokens import enter_batch, leave_batch
+from hf_memeff.blocks.block import NEEDS_SCORES, BlockForward, hand_over, strict_message, unscored_message
 from hf_memeff.blocks.causal_loss import attach_loss, detach_loss, loss_report
 from hf_memeff.blocks.layouts import Layout, NormConvention, layout_of, norm_convention, part
 from hf_memeff.blocks.linear import LinearPlan, WeightLinear, plan_linear
-from hf_memeff.blocks.options import EngineOptions
+from hf_memeff.blocks.options import EngineOptions, SalientTokens
 from hf_memeff.blocks.selfcheck import check_block, needs_weights
 from hf_memeff.blocks.status import MemeffStatus, PathReport
 from hf_memeff.blocks.store import make_store
@@ -34,6 +35,8 @@ def attach_blocks(model: nn.Module, options: EngineOptions) -> None:
         options: how blocks and loss run.
 
     Raises:
+        ValueError: a dense layer's index is out of range, or tokens are to be chosen by attention and no block's can be
+            scored.
         RuntimeError: ``strict`` and a block cannot run structured, or ``tiled_loss="always"`` on a model without a
             causal LM head.
         ActivationStoreError: the store's folder cannot be used.
@@ -42,25 +45,38 @@ def attach_blocks(model: nn.Module, options: EngineOptions) -> None:
     layers = list(_decoder_layers(model))
     store = make_store(options.activation_store, options.activation_store_dir, max(1, len(layers)))
     verdicts: dict[Any, str] = {}
+    unscored: dict[Any, str] = {}
     try:
+        dense = _dense_layers(options, len(layers))
         for index, (name, layer) in enumerate(layers):
             forward = _make_forward(layer, index, len(layers), store, options)
+            forward.salient = None if index in dense else options.salient
             _set_forward(layer, forward)
             if forward.layout is not None and not forward.refusal and not needs_weights(layer):
                 key = _distinct(layer, forward)
                 if key not in verdicts:
                     verdicts[key] = _checked(forward, layer)
                 forward.verdict = verdicts[key] if forward.path(layer)[0] == "structured" else None
+                if forward.sparse and forward.path(layer)[0] == "structured":
+                    if key not in unscored:
+                        unscored[key] = forward.look(layer)
+                    forward.unscored = unscored[key]
             if options.strict:
                 path, reason, _ = forward.path(layer)
                 if path != "structured":
                     raise RuntimeError(strict_message(name, reason))
         if options.strict and not layers:
             raise RuntimeError(strict_message(type(model).__name__, "no decoder block was found in it"))
+        if options.salient is not None and options.salient.token_budget != 1.0:
+            _refuse_nothing_salient(model, options, layers)
         for parent in _parents(model, [layer for _, layer in layers]):
+            if options.salient is not None:
+                _read_batches(parent)
             if "use_cache" in inspect.signature(type(parent).forward).parameters:
                 parent.register_forward_pre_hook(build_no_cache, with_kwargs=True)
             parent.register_forward_hook(return_no_cache)
+        if options.salient is not None:
+            _read_batches(model)
         _swap_factors(model, nn.Linear, WeightLinear)
         attach_loss(model, options)
     except BaseException:
@@ -94,6 +110,34 @@ def is_attached(model: nn.Module) -> bool:
     return _OPTIONS in model.__dict__
 
 
+def set_token_budget(model: nn.Module, token_budget: float) -> None:
+    """Change the share of tokens that the backward pass of salient blocks keeps, from the next call on.
+
+    Args:
+        model: as for ``attach_blocks``, attached with salient tokens.
+        token_budget: in (0, 1]; 1 keeps every token and scores none.
+
+    Raises:
+        ValueError: the budget is out of its range, or the engine is not attached with salient tokens.
+    """
+    options: EngineOptions | None = model.__dict__.get(_OPTIONS)
+    if options is None or options.salient is None:
+        raise ValueError(
+            "got a model that is not attached with salient tokens, expected one made with SageConfig. "
+            "Fix: get_peft_model(model, SageConfig(...)), or attach(model, SageConfig(...))."
+        )
+    if isinstance(token_budget, bool) or not isinstance(token_budget, int | float) or not 0.0 < token_budget <= 1.0:
+        raise ValueError(
+            f"got token_budget={token_budget!r}, expected a number above 0 and at most 1. Fix: pass such a ratio."
+        )
+    salient = dataclasses.replace(options.salient, token_budget=float(token_budget))
+    model.__dict__[_OPTIONS] = dataclasses.replace(options, salient=salient)
+    for layer in model.modules():
+        forward = _attached_forward(layer)
+        if forward is not None and forward.salient is not None:
+            forward.salient = salient
+
+
 def engine_status(model: nn.Module) -> MemeffStatus:
     """Report path and reason of every block and every adapted linear layer as the next training call would take it."""
     options: EngineOptions | None = model.__dict__.get(_OPTIONS)
@@ -117,8 +161,22 @@ def engine_status(model: nn.Module) -> MemeffStatus:
         if hasattr(module, "lora_A") and module not in inside:
             linears.append(_linear_report(name, module, "outside", None))
     notes = ["no decoder block was found: adapters outside blocks run alone"] if not blocks else []
+    if options.salient is not None:
+        notes.append(_salient_note(model, options.salient))
     return MemeffStatus(
         True, tuple(blocks), tuple(linears), loss_report(model, options), options.activation_store, tuple(notes)
+    )
+
+
+def _salient_note(model: nn.Module, salient: SalientTokens) -> str:
+    """What the report says about the tokens that backward passes leave out."""
+    found = [(f, layer) for layer in model.modules() if (f := _attached_forward(layer)) is not None]
+    sparse = [f for f, layer in found if f.sparse and f.path(layer)[0] == "structured"]
+    budget = salient.token_budget if isinstance(salient.token_budget, str) else f"{salient.token_budget:.4g}"
+    keys = "all keys, its attention being re-run whole" if any(f.unscored for f in sparse) else salient.backward_keys
+    return (
+        f"approximate gradients in {len(sparse)} of {len(found)} blocks: token budget {budget}, saliency "
+        f"{salient.saliency}, backward keys {keys}; the other blocks keep every token"
     )
 
 
@@ -134,6 +192,39 @@ def _linear_report(name: str, module: nn.Module, path: str, plan: LinearPlan | N
     return PathReport(
         name, "lean" if lean else "peft", "outside a structured block" if path == "outside" else f"its block: {path}"
     )
+
+
+def _dense_layers(options: EngineOptions, count: int) -> set[int]:
+    """Indices of the blocks that keep every token.
+
+    Raises:
+        ValueError: one is out of range.
+    """
+    if options.salient is None or count == 0:
+        return set()
+    for index in options.salient.dense_layers:
+        if not -count <= index < count:
+            raise ValueError(
+                f"got the dense layer {index}, expected an index from {-count} to {count - 1}: the model has {count} "
+                "blocks. Fix: take it out of dense_layers."
+            )
+    return {index % count for index in options.salient.dense_layers}
+
+
+def _refuse_nothing_salient(model: nn.Module, options: EngineOptions, layers: list[tuple[str, nn.Module]]) -> None:
+    """Refuse a model none of whose blocks has a known layout: its attention could not be scored anywhere."""
+    assert options.salient is not None
+    forwards = [f for _, layer in layers if (f := _attached_forward(layer)) is not None and f.sparse]
+    unknown = [f for f in forwards if f.layout is None or f.refusal or f.verdict]
+    if forwards and len(unknown) == len(forwards) and options.salient.saliency in NEEDS_SCORES:
+        reason = unknown[0].refusal or unknown[0].verdict or "the layout of its blocks is not known"
+        raise ValueError(unscored_message(type(model).__name__, options.salient.saliency, reason))
+
+
+def _read_batches(model: nn.Module) -> None:
+    """Have the calls of a model read what their batch says about its tokens."""
+    model.register_forward_pre_hook(enter_batch, with_kwargs=True)
+    model.register_forward_hook(leave_batch, always_call=True)
 
 
 def _decoder_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -260,12 +351,13 @@ def return_no_cache(module: nn.Module, args: tuple[Any, ...], output: Any) -> An
 
 def _remove_hooks(module: nn.Module) -> None:
     for key, hook in list(module._forward_pre_hooks.items()):
-        if hook in (hand_over, build_no_cache):
+        if hook in (hand_over, build_no_cache, enter_batch):
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
     for key, after in list(module._forward_hooks.items()):
-        if after is return_no_cache:
+        if after in (return_no_cache, leave_batch):
             del module._forward_hooks[key]
+            module._forward_hooks_always_called.pop(key, None)
 
 
 def _swap_factors(model: nn.Module, old: type[nn.Module], new: type[nn.Module]) -> None:

@@ -12,16 +12,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_memeff.blocks.arguments import bind, filled_cache, pack, without_cache
+from hf_memeff.blocks.arguments import bind, pack, without_cache
+from hf_memeff.blocks.attention_probe import UnscorableAttention
+from hf_memeff.blocks.batch_tokens import BatchTokens, current_tokens, recall, remember
 from hf_memeff.blocks.layouts import Layout, NormConvention, part
 from hf_memeff.blocks.linear import LinearPlan, plan_linear
+from hf_memeff.blocks.options import SalientTokens
+from hf_memeff.blocks.passes import BlockCall
+from hf_memeff.blocks.salient import SalientBlock, SalientCall
 from hf_memeff.blocks.store import ActivationStore
-from hf_memeff.blocks.structured import BlockCall, StructuredBlock
+from hf_memeff.blocks.structured import StructuredBlock
+from hf_memeff.blocks.survey import Survey, name_of
 from hf_memeff.ops.activations import Activation, identify_activation
 
 logger = logging.getLogger("hf_memeff")
 
 _UNNAMED = "its forward takes arguments without names, of which the hidden states cannot be told apart"
+NEEDS_SCORES = ("attention", "value_norm")  # saliencies that look at the attention's own tensors
 SELF = "_hf_memeff_self"  # keyword under which the pre-hook hands a layer to its forward
 
 
@@ -68,6 +75,9 @@ class BlockForward:
         strict: whether a fallback is an error.
         verdict: why the self-check refused the structured block; empty if it passed; ``None`` while it has not run.
         refusal: why the layout cannot be used at all (a property of the layer that does not change); empty if it can.
+        salient: how tokens are chosen for the backward pass; ``None`` keeps all (MeSP, and SAGE's dense layers).
+        unscored: why tokens cannot be chosen here by a look at the attention; empty if they can; ``None`` while the
+            self-check has not run.
         previous: a forward that was already set on the instance (accelerate's hooks do that), which ours takes the
             place of.
     """
@@ -82,6 +92,8 @@ class BlockForward:
     strict: bool
     verdict: str | None = None
     refusal: str = ""
+    salient: SalientTokens | None = None
+    unscored: str | None = None
     previous: Callable[..., Any] | None = field(default=None, repr=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -93,9 +105,34 @@ class BlockForward:
                 "detach(model)."
             )
         layer = holder.module
+        if self.sparse and layer.training:
+            self._note(args, kwargs, compiling=torch.compiler.is_compiling())
         if not (layer.training and torch.is_grad_enabled()):
             return self.original(layer, *args, **kwargs)
         return self.train_call(layer, args, kwargs)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the backward pass of a structured call leaves tokens out."""
+        return self.salient is not None and self.salient.token_budget != 1.0
+
+    @torch.compiler.disable
+    def _note(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, compiling: bool) -> None:
+        """Remember the batch's tokens for a checkpoint that runs this call again in the backward pass, and refuse an
+        adaptive budget where shapes have to be known.
+        """
+        assert self.salient is not None
+        rerun = torch._C._current_graph_task_id() != -1
+        if self.salient.token_budget == "adaptive" and (compiling or rerun):
+            where = "torch.compile" if compiling else "a checkpoint around the blocks"
+            raise ValueError(
+                f'got token_budget="adaptive" under {where}, expected a ratio: there the number of kept tokens must be '
+                "known before they are. Fix: pass a ratio such as token_budget=0.5."
+            )
+        tokens = current_tokens()
+        bound = bind(self.names, args, kwargs)
+        if tokens is not None and bound is not None:
+            remember(bound[0], tokens)
 
     def original(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The layer's own forward, with gradient checkpointing left out: an attached block already is a checkpoint."""
@@ -108,7 +145,7 @@ class BlockForward:
         """A training call: structured, recomputed whole, or (where re-running would be wrong) the layer's own graph."""
         bound = bind(self.names, args, kwargs)
         if bound is None:
-            if _Survey.of(layer).unreplayable(layer, kwargs, None):
+            if Survey.of(layer).unreplayable(layer, kwargs, None):
                 return self.original(layer, *args, **kwargs)
             if self.strict:
                 raise RuntimeError(strict_message(type(layer).__name__, _UNNAMED))
@@ -134,7 +171,30 @@ class BlockForward:
                 raise RuntimeError(strict_message(type(layer).__name__, reason))
             return self._recompute(layer, hidden, others)
         assert plans is not None
-        return self.structured(layer, hidden, others, plans)
+        if not self.sparse:
+            return self.structured(layer, hidden, others, plans)
+        assert self.salient is not None
+        tokens = current_tokens() or recall(hidden) or BatchTokens()
+        least = self.salient.min_tokens
+        if self.salient.token_budget == "adaptive" and least > hidden.shape[1]:
+            say_once(f"min_tokens={least} is above the length of {hidden.shape[1]} tokens and stands for all of them")
+        if self.unscored is None:
+            self.unscored = self.look(layer)
+        call = SalientCall(self.salient, tokens, whole=bool(self.unscored))
+        return self.structured(layer, hidden, others, plans, call)
+
+    def look(self, layer: nn.Module) -> str:
+        """Why tokens cannot be chosen by a look at the layer's attention, or an empty string.
+
+        Raises:
+            ValueError: they have to be.
+        """
+        from hf_memeff.blocks.selfcheck import check_salient
+
+        found = check_salient(self, layer)
+        if found and self.salient is not None and self.salient.saliency in NEEDS_SCORES:
+            raise ValueError(unscored_message(type(layer).__name__, self.salient.saliency, found))
+        return found
 
     def structured(
         self,
@@ -142,9 +202,9 @@ class BlockForward:
         hidden: Tensor,
         others: dict[str, Any],
         plans: dict[str, LinearPlan],
-        rows: Tensor | None = None,
+        salient: SalientCall | None = None,
     ) -> Tensor:
-        """Run the structured block on the layer; ``rows`` restricts its backward to kept rows."""
+        """Run the structured block on the layer; ``salient`` says how its backward pass chooses tokens."""
         assert self.layout is not None
         packed, tensors = pack(_attention_arguments(others))
         adapters = [t for name in self.layout.linears for t in plans[name].tensors()]
@@ -158,9 +218,14 @@ class BlockForward:
             self.store,
             self.count - self.index,
             self.tile_tokens or max(256, hidden.shape[:-1].numel() // 4),
-            rows,
         )
-        return StructuredBlock.apply(hidden, call, len(adapters), *adapters, *tensors)
+        if salient is None:
+            return StructuredBlock.apply(hidden, call, len(adapters), *adapters, *tensors)
+        try:
+            return SalientBlock.apply(hidden, call, salient, len(adapters), *adapters, *tensors)
+        except UnscorableAttention as error:
+            message = unscored_message(type(layer).__name__, salient.settings.saliency, str(error))
+            raise ValueError(message) from error
 
     def _recompute(self, layer: nn.Module, hidden: Tensor, others: dict[str, Any]) -> Any:
         """Whole-block recompute: PyTorch's non-reentrant checkpoint, with the block's input in the store."""
@@ -198,7 +263,7 @@ class BlockForward:
             ``structured``, ``recompute`` or ``off``; the reason, empty for ``structured``; the projections' plans for
             ``structured``.
         """
-        survey = _Survey.of(layer)
+        survey = Survey.of(layer)
         reason = survey.unreplayable(layer, others, hidden)
         if reason:
             return "off", reason, None
@@ -215,10 +280,10 @@ class BlockForward:
         known = {factor for plan in plans.values() for term in plan.terms for factor in (term.lora_a, term.lora_b)}
         for module, parameter in survey.trained:
             if module not in known:
-                return "recompute", f"{_name_of(layer, module)}.{parameter} is trained", None
+                return "recompute", f"{name_of(layer, module)}.{parameter} is trained", None
         return "structured", "", plans
 
-    def _unstructured(self, layer: nn.Module, survey: _Survey, others: dict[str, Any] | None) -> str:
+    def _unstructured(self, layer: nn.Module, survey: Survey, others: dict[str, Any] | None) -> str:
         """Why a call cannot run structured whatever its projections are, or an empty string."""
         if not self.names:
             return _UNNAMED
@@ -227,7 +292,7 @@ class BlockForward:
         if self.refusal or self.verdict:
             return self.refusal or self.verdict or ""
         if survey.managed is not None:
-            return f"{_name_of(layer, survey.managed)} is managed by accelerate's hooks (offloading)"
+            return f"{name_of(layer, survey.managed)} is managed by accelerate's hooks (offloading)"
         for name in self.layout.norms:
             norm = part(layer, name)
             if norm._forward_hooks or norm._forward_pre_hooks or "forward" in norm.__dict__:
@@ -243,81 +308,20 @@ class BlockForward:
         return ""
 
 
-@dataclass(slots=True)
-class _Survey:
-    """What one walk over a layer's modules finds; a call asks for it every time, so it is one walk without names.
-
-    Attributes:
-        adapted: PEFT's LoRA layers.
-        trained: modules with a parameter that wants a gradient, and the parameter's name.
-        managed: a module below the layer that accelerate's hooks manage, or ``None``.
-    """
-
-    adapted: list[Any]
-    trained: list[tuple[nn.Module, str]]
-    managed: nn.Module | None
-
-    @staticmethod
-    def of(layer: nn.Module) -> _Survey:
-        found = _Survey([], [], None)
-        for module in layer.modules():
-            fields = module.__dict__
-            if "lora_A" in fields["_modules"]:
-                found.adapted.append(module)
-            for name, parameter in fields["_parameters"].items():
-                if parameter is not None and parameter.requires_grad:
-                    found.trained.append((module, name))
-            if "_hf_hook" in fields and module is not layer:
-                found.managed = module
-        return found
-
-    def _trained_besides_adapters(self) -> bool:
-        """Whether a weight wants a gradient that is no adapter's (a merged adapter's factors keep asking for one)."""
-        factors = {f for m in self.adapted for d in (m.lora_A, m.lora_B) for f in d.modules()}
-        return any(module not in factors for module, _ in self.trained)
-
-    def unreplayable(self, layer: nn.Module, others: dict[str, Any] | None, hidden: Tensor | None) -> str:
-        """Why the block must not or need not be run twice, or an empty string."""
-        idle = bool(self.adapted)
-        active = False
-        for module in self.adapted:
-            # PEFT hands per-call arguments (adapter_names, aLoRA offsets) to layers by temporary pre-hooks
-            if module._forward_pre_hooks:
-                return f"{_name_of(layer, module)}: per-call arguments arrive through hooks that a re-run would not see"
-            for adapter in module.active_adapters:
-                if adapter not in module.lora_A:
-                    continue
-                active = active or not (module.disable_adapters or module.merged)
-                idle = idle and not active
-                variant = module.lora_variant.get(adapter)
-                if type(variant).__name__.startswith("ALora"):
-                    return (
-                        f"{_name_of(layer, module)}: aLoRA gets its offsets through hooks that a re-run would not see"
-                    )
-        if getattr(getattr(layer, "_hf_hook", None), "offload", False):
-            return "a hook around the block offloads its weights, which a re-run would not bring back"
-        if idle and not self._trained_besides_adapters():
-            return "its adapters are disabled or merged"
-        if hidden is not None and not (active or self.trained or hidden.requires_grad):
-            return "nothing in this block or before it wants a gradient"
-        if others is not None:
-            if filled_cache(others):
-                return "a filled key-value cache is passed, to which a re-run would append"
-            configs = [getattr(module, "config", None) for module in (layer, *layer.children())]
-            if others.get("output_attentions") or any(getattr(c, "output_attentions", False) for c in configs):
-                return "attention weights are asked for"
-        return ""
-
-
-def _name_of(layer: nn.Module, module: nn.Module) -> str:
-    return next((name for name, m in layer.named_modules() if m is module), type(module).__name__)
-
-
 def strict_message(layer: str, reason: str) -> str:
     """The error of ``strict=True``."""
     return (
         f"got a {layer} that cannot run structured ({reason}), expected all blocks structured because strict=True. "
         "Pass strict=False to let it run as whole-block recompute (exact, less saving)."
+    )
+
+
+def unscored_message(layer: str, saliency: str, reason: str) -> str:
+    """The error of a saliency that has to look at an attention which cannot be looked at."""
+    return (
+        f"got saliency={saliency!r} on a {layer} whose attention cannot be scored ({reason}), expected attention that "
+        "runs through transformers' attention functions. "
+        'Fix: pass saliency="gradient", which needs no scores, or train with MespConfig.'
     )
 
 

@@ -7,14 +7,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from inspect import signature
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from hf_memeff.blocks.batch_tokens import BatchTokens
 from hf_memeff.blocks.layouts import Layout, part
 from hf_memeff.blocks.linear import LinearPlan
+from hf_memeff.blocks.options import SalientTokens
+from hf_memeff.blocks.salient import SalientCall
 from hf_memeff.ops.dropout import replayed_rng, save_rng
 
 
@@ -22,13 +26,19 @@ class CheckedForward(Protocol):
     """What the check needs of an attached forward (``BlockForward``)."""
 
     layout: Layout | None
+    salient: SalientTokens | None
 
     def path(self, layer: nn.Module) -> tuple[str, str, dict[str, LinearPlan] | None]: ...
 
     def original(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any: ...
 
     def structured(
-        self, layer: nn.Module, hidden: Tensor, others: dict[str, Any], plans: dict[str, LinearPlan]
+        self,
+        layer: nn.Module,
+        hidden: Tensor,
+        others: dict[str, Any],
+        plans: dict[str, LinearPlan],
+        salient: SalientCall | None = None,
     ) -> Tensor: ...
 
 
@@ -62,6 +72,25 @@ def check_block(forward: CheckedForward, layer: nn.Module) -> str:
     Returns:
         An empty string, or what differs and by how much.
     """
+    return _check(forward, layer, None)
+
+
+def check_salient(forward: CheckedForward, layer: nn.Module) -> str:
+    """Compare the salient block with the layer as ``check_block`` does, every token being kept: then it has to be
+    exact.
+
+    Args:
+        forward: the layer's attached forward, with a layout and ``salient`` settings.
+        layer: the decoder layer, weights on their device.
+
+    Returns:
+        An empty string, or what is wrong.
+    """
+    assert forward.salient is not None
+    return _check(forward, layer, SalientCall(replace(forward.salient, token_budget=1.0), BatchTokens()))
+
+
+def _check(forward: CheckedForward, layer: nn.Module, salient: SalientCall | None) -> str:
     device, dtype = _compute_place(layer)
     states = save_rng(device)
     generator = torch.Generator().manual_seed(20251130)
@@ -82,11 +111,13 @@ def check_block(forward: CheckedForward, layer: nn.Module) -> str:
             others = _arguments(layer, forward, generator, dtype, device)
             weights: list[Tensor] = [p for p in layer.parameters() if p.requires_grad]
             expected = _run(lambda h: forward.original(layer, h, **others), hidden, weights)
-            got = _run(lambda h: forward.structured(layer, h, others, plans), hidden, weights)
+            got = _run(lambda h: forward.structured(layer, h, others, plans, salient), hidden, weights)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
         message = str(error).splitlines()[0][:160] if str(error) else ""
         return f"the self-check could not run it ({type(error).__name__}: {message})"
     tolerance = max(_TOLERANCE.get(p.dtype, 6e-2) for p in [hidden, *weights, *_floating(layer)])
+    if salient is not None:  # models compute their softmax in float32 even in a float64 model
+        tolerance = max(tolerance, _TOLERANCE[torch.float32])
     names = ["the output", "the input's gradient", *[n for n, p in layer.named_parameters() if p.requires_grad]]
     for name, a, b in zip(names, expected, got, strict=True):
         error_ = _relative_error(a, b)
