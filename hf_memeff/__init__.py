@@ -16,11 +16,19 @@ from hf_memeff.tuners.mesp import MespConfig  # noqa: E402
 from hf_memeff.tuners.sage import SageConfig  # noqa: E402
 
 if TYPE_CHECKING:
-    from hf_memeff.integrations.callbacks import MespCallback
+    from hf_memeff.integrations.callbacks import (
+        GradientProbeCallback,
+        MespCallback,
+        SageBudgetCallback,
+        SageCallback,
+    )
 
 __all__ = [
+    "GradientProbeCallback",
     "MespCallback",
     "MespConfig",
+    "SageBudgetCallback",
+    "SageCallback",
     "SageConfig",
     "__version__",
     "attach",
@@ -30,11 +38,13 @@ __all__ = [
     "saved_tensor_bytes",
 ]
 
+_CALLBACKS = ("GradientProbeCallback", "MespCallback", "SageBudgetCallback", "SageCallback")
+
 
 def __getattr__(name: str) -> Any:
     """Load what needs transformers' Trainer when it is first asked for."""
-    if name == "MespCallback":
-        from hf_memeff.integrations.callbacks import MespCallback
+    if name in _CALLBACKS:
+        from hf_memeff.integrations import callbacks
 
-        return MespCallback
+        return getattr(callbacks, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,37 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hf_memeff.integrations.budget import SageBudgetCallback
+from hf_memeff.integrations.probe import GradientProbeCallback
 from hf_memeff.tuners.attach import attach, detach
+from hf_memeff.tuners.config import MemeffConfig, config_classes
 from hf_memeff.tuners.mesp import MespConfig
+from hf_memeff.tuners.sage import SageConfig
+
+__all__ = ["GradientProbeCallback", "MespCallback", "SageBudgetCallback", "SageCallback"]
 
 
-class MespCallback(TrainerCallback):
-    """Train a plain `LoraConfig` model with MeSP: `Trainer(..., callbacks=[MespCallback()])`.
+class AttachCallback(TrainerCallback):
+    """Base of the callbacks that train a plain `LoraConfig` model with a method of this package.
 
     It attaches when the trainer has been built, before accelerate, FSDP, DeepSpeed or torch.compile wrap the model, and
     detaches when training ends. Checkpoints are the plain LoRA checkpoints that they would be without it.
 
     Args:
-        config: engine options as a `MespConfig`; its LoRA fields may repeat the model's or be left out.
+        config: engine options as the method's config; its LoRA fields may repeat the model's or be left out.
         options: the same options by name, instead of `config`, such as `activation_store="disk"`.
 
     Raises:
-        ValueError: both are given, or an option is out of its range; on attaching, the model was made with
-            `MespConfig`, or `attach` refuses it.
+        ValueError: both are given, `config` is another method's, or an option is out of its range; on attaching, the
+            model was made with a config of this package, or `attach` refuses it.
     """
 
-    def __init__(self, config: MespConfig | None = None, **options: Any) -> None:
+    config_class: ClassVar[type[MemeffConfig]]
+
+    def __init__(self, config: MemeffConfig | None = None, **options: Any) -> None:
+        expected = self.config_class.__name__
         if config is not None and options:
             raise ValueError(
-                f"MespCallback got a config and also {', '.join(sorted(options))}, expected one of the two. "
-                "Fix: put the options into MespConfig(...)."
+                f"{type(self).__name__} got a config and also {', '.join(sorted(options))}, expected one of the two. "
+                f"Fix: put the options into {expected}(...)."
             )
-        self.config = MespConfig(**options) if config is None else config
+        if config is not None and not isinstance(config, self.config_class):
+            raise ValueError(
+                f"{type(self).__name__} got a {type(config).__name__}, expected a {expected}. Fix: pass "
+                f"{expected}(...), or its options by name."
+            )
+        self.config = self.config_class(**options) if config is None else config
         self._attached_by_us: nn.Module | None = None
 
     def on_init_end(
@@ -57,10 +71,35 @@ class MespCallback(TrainerCallback):
             self._attached_by_us = None
 
     def _attach(self, model: nn.Module) -> None:
-        if getattr(model, "peft_type", None) == "MESP":
+        made_with = config_classes().get(str(getattr(model, "peft_type", "")).rpartition(".")[2].lower())
+        if made_with is not None:
             raise ValueError(
-                "MespCallback got a model made with MespConfig, which is attached already, expected one made with "
-                "LoraConfig. Fix: leave the callback out."
+                f"{type(self).__name__} got a model made with {made_with.__name__}, which is attached already, "
+                "expected one made with LoraConfig. Fix: leave the callback out."
             )
         attach(model, self.config)
         self._attached_by_us = model
+
+
+class MespCallback(AttachCallback):
+    """Train a plain `LoraConfig` model with MeSP: LoRA's gradients in less memory. See `AttachCallback`.
+
+    Example:
+        ```python
+        trainer = Trainer(model, arguments, train_dataset=data, callbacks=[MespCallback()])
+        ```
+    """
+
+    config_class = MespConfig
+
+
+class SageCallback(AttachCallback):
+    """Train a plain `LoraConfig` model with SAGE: a backward pass through salient tokens. See `AttachCallback`.
+
+    Example:
+        ```python
+        trainer = Trainer(model, arguments, train_dataset=data, callbacks=[SageCallback(token_budget=0.25)])
+        ```
+    """
+
+    config_class = SageConfig

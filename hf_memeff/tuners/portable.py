@@ -29,8 +29,9 @@ CARD_NAME = "README.md"
 _CARD_NOTE = """
 ## Training on with {title}
 
-This adapter was trained with {title} of hf_memeff: {promise}. Its files are plain LoRA. Loading them
-without `config=` gives plain LoRA, in any library that reads LoRA adapters. To train on with {title}:
+This adapter was trained with {title} of hf_memeff: {promise}.
+Its files are plain LoRA. Loading them without `config=` gives plain LoRA, in any library that reads LoRA adapters.
+To train on with {title}:
 
 ```python
 from hf_memeff import {config}
