@@ -1,4 +1,5 @@
-"""Memory-efficient fine-tuning for Hugging Face models: LoRA's exact gradients, far less activation memory.
+"""Memory-efficient fine-tuning for Hugging Face models: LoRA's exact gradients in far less activation memory (MeSP), or
+LoRA's forward with a backward pass through salient tokens (SAGE).
 
 Importing this package registers its tuners with PEFT and does nothing else.
 """

@@ -19,7 +19,7 @@ def test_public_names_exist():
         hf_memeff.Nonsense  # noqa: B018
 
 
-def test_importing_needs_no_optional_library_and_registers_the_tuner():
+def test_importing_needs_no_optional_library_and_registers_the_tuners():
     result = run_python(
         """
 import sys
@@ -28,7 +28,9 @@ for name in ('triton', 'trl', 'datasets', 'evaluate', 'gguf', 'matplotlib', 'bit
 import hf_memeff
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 assert PEFT_TYPE_TO_CONFIG_MAPPING['MESP'] is hf_memeff.MespConfig
-assert hf_memeff.MespCallback.__name__ == 'MespCallback'
+assert PEFT_TYPE_TO_CONFIG_MAPPING['SAGE'] is hf_memeff.SageConfig
+for name in ('GradientProbeCallback', 'MespCallback', 'SageBudgetCallback', 'SageCallback'):
+    assert getattr(hf_memeff, name).__name__ == name
 print('ok')
 """
     )

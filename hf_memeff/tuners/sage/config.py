@@ -75,9 +75,9 @@ class SageConfig(MemeffConfig):
             lambda value: _is_one_of(value, "adaptive") or _is_share(value),
         ),
         "Share of the tokens that each block's backward pass runs through. Smaller is faster, smaller in memory and "
-        "coarser in its gradients: 1 is exactly LoRA, 0.5 a safe start, 0.25 takes about half of gradient "
-        "checkpointing's step time. 'adaptive' keeps as many as hold `attention_mass` of the saliency, so that memory "
-        "and time vary from step to step.",
+        "coarser in its gradients: 1 is exactly LoRA, 0.5 a safe start. A step's arithmetic is about 1 + 2 x budget "
+        "forward passes (LoRA 2, LoRA with gradient checkpointing 3). 'adaptive' keeps as many as hold "
+        "`attention_mass` of the saliency, so that memory and time vary from step to step.",
     )
     attention_mass: float = option(
         0.8,
@@ -114,7 +114,7 @@ class SageConfig(MemeffConfig):
         one_of("kept", "all"),
         "Which keys the backward pass of attention sees. 'kept': the kept tokens' own, so that nothing of the full "
         "length is stored. 'all': every token's keys, for gradients that are slightly more exact at small budgets and "
-        "about three times what a block stores.",
+        "up to about three times what a block stores.",
     )
     query_rows: str | int = option(
         "labels",
