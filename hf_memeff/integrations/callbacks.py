@@ -12,6 +12,8 @@ from hf_memeff.integrations.probe import GradientProbeCallback
 from hf_memeff.tuners.attach import attach, detach
 from hf_memeff.tuners.config import MemeffConfig, config_classes
 from hf_memeff.tuners.mesp import MespConfig
+from hf_memeff.tuners.model import MemeffModel
+from hf_memeff.tuners.parts import model_parts
 from hf_memeff.tuners.sage import SageConfig
 
 __all__ = ["GradientProbeCallback", "MespCallback", "SageBudgetCallback", "SageCallback"]
@@ -71,10 +73,11 @@ class AttachCallback(TrainerCallback):
             self._attached_by_us = None
 
     def _attach(self, model: nn.Module) -> None:
-        made_with = config_classes().get(str(getattr(model, "peft_type", "")).rpartition(".")[2].lower())
-        if made_with is not None:
+        tuner = model_parts(model)[1]
+        if isinstance(tuner, MemeffModel):
+            made_with = config_classes()[tuner.method].__name__
             raise ValueError(
-                f"{type(self).__name__} got a model made with {made_with.__name__}, which is attached already, "
+                f"{type(self).__name__} got a model made with {made_with}, which is attached already, "
                 "expected one made with LoraConfig. Fix: leave the callback out."
             )
         attach(model, self.config)

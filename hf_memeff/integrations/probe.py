@@ -26,7 +26,7 @@ zero in float16, which Trainer scales too."""
 
 @dataclass(frozen=True)
 class GradientProbe:
-    """One measurement.
+    """One measurement; not a number where a gradient is zero.
 
     Attributes:
         step: optimizer steps done.

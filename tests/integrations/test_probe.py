@@ -1,5 +1,6 @@
 """GradientProbeCallback: what it measures, and that the run doesn't notice."""
 
+import math
 import random
 
 import numpy as np
@@ -97,6 +98,16 @@ def test_it_probes_the_annealed_budget(tmp_path):
     probe = GradientProbeCallback(every=1)
     run(tmp_path, [SageBudgetCallback(1.0, 0.1), probe])
     assert probe.probes[0].cosine == pytest.approx(1.0, abs=1e-9) and probe.probes[-1].cosine < 0.99
+
+
+def test_a_gradient_of_zero_gives_no_number(tmp_path):
+    for name, parameter in (trainer := trainer_for(tmp_path, [], SageConfig)).model.named_parameters():
+        if "lora_" in name:
+            parameter.data.zero_()
+    probe = GradientProbeCallback(every=1, batches=token_batch())
+    probe.on_train_begin(trainer.args, trainer.state, trainer.control)
+    probe.on_step_end(trainer.args, trainer.state, trainer.control, model=trainer.model)
+    assert math.isnan(probe.probes[0].cosine)
 
 
 # when, and on what

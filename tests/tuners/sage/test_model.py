@@ -112,6 +112,14 @@ def test_the_active_adapter_s_budget_counts():
     assert token_budget_of(model) == 0.25 and cosine(got, loss_and_gradients(detached(model), token_batch())[1]) > 0.1
 
 
+def test_attaching_again_changes_the_budget_of_this_and_of_later_runs(tmp_path):
+    model = adapted_model(SageConfig, **SPARSE)
+    attach(model, SageConfig(token_budget=0.75))
+    assert token_budget_of(model) == 0.75
+    model.save_pretrained(tmp_path)
+    assert SageConfig.from_pretrained(tmp_path).token_budget == 0.75
+
+
 def detached(model):
     detach(model)
     return model
