@@ -136,8 +136,8 @@ def _packed(query: Tensor, key: Tensor, position_ids: Tensor | None, lengths: Te
         if batch != 1 or key.shape[2] != rows or int(lengths[-1]) != rows:
             raise ValueError(
                 f"got cu_seq_lens_q ending with {int(lengths[-1])} for {batch} x {rows} queries and {key.shape[2]} "
-                'keys, expected one row of packed sequences without cache. Fix: attn_implementation="sdpa" for continuous '
-                "batching."
+                "keys, expected one row of packed sequences without cache. "
+                'Fix: attn_implementation="sdpa" for continuous batching.'
             )
         return boundaries(lengths)
     if position_ids is None or position_ids.ndim != 2 or position_ids.shape[1] != rows or key.shape[2] != rows:

@@ -89,8 +89,8 @@ class AnchorReport:
                 "" if layer.recall is None else f", recall {layer.recall:.3f} (5th percentile {layer.recall_5th:.3f})"
             )
             lines.append(
-                f"  {layer.name}: {layer.sparse_calls} sparse ({layer.backend}, density {layer.density:.3f}, dense above "
-                f"{layer.dense_share:g}){recall}; dense: {dense}"
+                f"  {layer.name}: {layer.sparse_calls} sparse ({layer.backend}, density {layer.density:.3f}, dense "
+                f"above {layer.dense_share:g}){recall}; dense: {dense}"
             )
         return "\n".join(lines)
 

@@ -57,7 +57,7 @@ def _tile_thresholds(
     tile: Tile, q: Tensor, k: Tensor, v: Tensor, config: AnchorAttentionConfig, scale: float, target_recall: float
 ) -> Tensor:
     """The least theta per head for one tile: q (Hkv, G, R, D) its rows, k and v (Hkv, n, ...) the sequence's."""
-    wide, rows = accumulation_dtype(q.dtype), q.shape[2]
+    wide = accumulation_dtype(q.dtype)
     out, lse = v.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=wide)
     work = TileAttention(tile, q, out, lse, k, v, scale)
     top = work.init_and_local()

@@ -49,7 +49,7 @@ def restarts(position_ids: Tensor) -> Tensor | None:
 
 
 def boundaries(lengths: Tensor) -> Tensor | None:
-    """Layout (1, N) of packed sequences from cumulative lengths (sequences + 1,), 0 first; ``None`` for a single one."""
+    """Layout (1, N) of packed sequences from cumulative lengths (sequences + 1,), 0 first; ``None`` for one alone."""
     if lengths.numel() < 3:
         return None
     sizes = lengths.diff()

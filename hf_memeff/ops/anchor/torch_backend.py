@@ -54,8 +54,10 @@ def anchor_attention(
             rows = slice(
                 segment.query_start + tile.start - segment.offset, segment.query_start + tile.stop - segment.offset
             )
-            views = (x[batch, every, rows].unflatten(0, (len(k_here), -1)) for x in (q, result.out, result.lse))
-            work = TileAttention(tile, *views, k_here, v_here, scale)
+            own, own_out, own_lse = (
+                x[batch, every, rows].unflatten(0, (len(k_here), -1)) for x in (q, result.out, result.lse)
+            )
+            work = TileAttention(tile, own, own_out, own_lse, k_here, v_here, scale)
             if not tile.candidates:
                 work.attend_all()
                 continue
@@ -129,7 +131,7 @@ class TileAttention:
         return partial_attention(q, k, v, scale=self.scale, causal=causal)
 
     def init_and_local(self) -> Tensor:
-        """Write output and log-sum-exp over [0, a) and [l, t]; returns the rows' largest logit there, base 2, (H, R)."""
+        """Write output and log-sum-exp over [0, a) and [l, t]; returns the rows' largest logit, (H, R), base 2."""
         tile = self.tile
         k, v = (
             torch.cat([x[:, : tile.first_candidate], x[:, tile.last_candidate : tile.stop]], 1)
