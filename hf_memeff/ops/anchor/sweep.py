@@ -20,7 +20,8 @@ LOG2_E = math.log2(math.e)
 
 ROWS = 512
 COLUMNS = 1024
-"""A tile of scores: 2 MiB in float32, which stays in a core's share of the last cache during the six passes over it."""
+"""A tile of scores: 2 MiB in float32, which stays in a core's share of the last cache during the six passes over it. A
+block of rows has no more rows than this has columns, so that the diagonal is in one tile."""
 
 
 def row_blocks(rows: int, heads: int) -> Iterator[slice]:
