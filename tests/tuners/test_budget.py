@@ -26,6 +26,13 @@ def test_it_is_changed_in_place_and_the_config_keeps_its_own():
     assert worst_relative_error(loss_and_gradients(model, token_batch())[1], exact) > 1e-2
 
 
+def test_an_adaptive_budget_is_refused_before_anything_changes():
+    model = adapted_model(SageConfig, token_budget="adaptive")
+    with pytest.raises(ValueError, match=r"Someone got a model with token_budget='adaptive', expected a ratio.* Fix: "):
+        change_token_budget(model, 1.0, "Someone")
+    assert token_budget_of(model) == "adaptive"
+
+
 def test_an_attached_and_wrapped_model_is_found():
     model = adapted_model(LoraConfig)
     attach(model, SageConfig(token_budget=0.75))
