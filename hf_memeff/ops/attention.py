@@ -60,19 +60,18 @@ class ScoreRule:
         """Whether every query sees every key."""
         return not self.causal and replace(self, causal=True).plainly_causal
 
-    def bias(self, rows: Tensor, dtype: torch.dtype, keys: Tensor | None = None, limit: int | None = None) -> Tensor:
+    def bias(self, rows: Tensor, dtype: torch.dtype, keys: Tensor | range) -> Tensor:
         """What is added to the scores of some rows: 0 where a key is seen, -inf or the mask's own value elsewhere.
 
         Args:
             rows: (B, R) positions of the queries.
             dtype: dtype of the scores.
-            keys: (B, K) positions of the keys; ``None`` is the first ``limit`` of them.
-            limit: number of keys where ``keys`` is ``None``.
+            keys: (B, K) positions of the keys, or a range of them.
 
         Returns:
             (B or 1, H or 1, R, K).
         """
-        columns = torch.arange(limit or 0, device=rows.device)[None] if keys is None else keys
+        columns = torch.arange(keys.start, keys.stop, device=rows.device)[None] if isinstance(keys, range) else keys
         distance = rows[:, :, None] - columns[:, None, :]
         seen = torch.ones_like(distance, dtype=torch.bool)
         if self.causal:
@@ -85,9 +84,9 @@ class ScoreRule:
             seen &= _pick(self.segments, rows)[:, :, None] == _pick(self.segments, columns)[:, None, :]
         seen = seen[:, None]
         if self.mask_rows is not None:
-            seen = seen & _pick_columns(self.mask_rows(rows), keys, columns)
+            seen = seen & _pick_columns(self.mask_rows(rows), keys)
         elif self.mask is not None:
-            own = _pick_columns(_pick_rows(self.mask, rows), keys, columns)
+            own = _pick_columns(_pick_rows(self.mask, rows), keys)
             if own.dtype != torch.bool:
                 return own.to(dtype).masked_fill(~seen, float("-inf"))
             seen = seen & own
@@ -108,10 +107,10 @@ def _pick_rows(mask: Tensor, rows: Tensor) -> Tensor:
     return mask.expand(len(rows), -1, -1, -1).gather(2, index)
 
 
-def _pick_columns(mask: Tensor, keys: Tensor | None, columns: Tensor) -> Tensor:
-    """Columns (B, K) of mask rows (B or 1, H or 1, R, S); the first ones where ``keys`` is ``None``."""
-    if keys is None:
-        return mask[..., : columns.shape[1]]
+def _pick_columns(mask: Tensor, keys: Tensor | range) -> Tensor:
+    """Columns (B, K) or a range of them of mask rows (B or 1, H or 1, R, S)."""
+    if isinstance(keys, range):
+        return mask[..., keys.start : keys.stop]
     if len(keys) == 1:
         return mask[..., keys[0]]
     index = keys[:, None, None, :].expand(-1, mask.shape[1], mask.shape[2], -1)
@@ -169,10 +168,11 @@ def capped_scores(q: Tensor, k: Tensor, rule: ScoreRule) -> Tensor:
     return s.view(batch, heads, rows, k.shape[2])
 
 
-def row_tiles(q: Tensor, keys: int) -> Iterator[slice]:
-    """Slices of the rows of ``q`` (B, H, R, dh) whose scores against so many keys fit a tile."""
+def row_tiles(q: Tensor, keys: int, most: int | None = None) -> Iterator[slice]:
+    """Slices of the rows of ``q`` (B, H, R, dh) whose scores against so many keys fit a tile, at most so many rows."""
     batch, heads, rows, _ = q.shape
     size = max(1, _TILE_BYTES // (accumulation_dtype(q.dtype).itemsize * max(1, batch * heads * keys)))
+    size = size if most is None else min(size, most)
     for start in range(0, rows, size):
         yield slice(start, min(start + size, rows))
 
@@ -192,7 +192,7 @@ def rows_log_sum_exp(q: Tensor, k: Tensor, rule: ScoreRule, rows: Tensor) -> Ten
     parts = []
     for tile in row_tiles(q, k.shape[2]):
         s = capped_scores(q[:, :, tile], k, rule)
-        s += rule.bias(rows[:, tile], s.dtype, limit=k.shape[2])
+        s += rule.bias(rows[:, tile], s.dtype, range(k.shape[2]))
         parts.append(s.logsumexp(-1))
     lse = torch.cat(parts, 2)
     return lse if rule.sinks is None else torch.logaddexp(lse, rule.sinks.to(lse.dtype)[None, :, None])
@@ -214,7 +214,7 @@ def rows_attention(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, rows: Tenso
     outputs, sums = [], []
     for tile in row_tiles(q, k.shape[2]):
         q_tile = q[:, :, tile].contiguous()
-        bias = rule.bias(rows[:, tile], q.dtype, limit=k.shape[2])
+        bias = rule.bias(rows[:, tile], q.dtype, range(k.shape[2]))
         found = None
         if rule.softcap is None and rule.sinks is None:
             found = flash_forward(q_tile, k, v, scale=rule.scale, causal=False, mask=bias)
@@ -316,7 +316,7 @@ def _backward_over(
     dk = torch.zeros(k.shape, dtype=wide, device=k.device)
     dv = torch.zeros(v.shape, dtype=wide, device=v.device)
     for tile in row_tiles(q, k.shape[2]):
-        bias = rule.bias(rows[:, tile], wide, keys, k.shape[2])
+        bias = rule.bias(rows[:, tile], wide, range(k.shape[2]) if keys is None else keys)
         part = do[:, :, tile], q[:, :, tile], o[:, :, tile], lse[:, :, tile]
         if rule.softcap is None and _flash_applies(q, k, v):
             do_, q_, o_, lse_ = part

@@ -11,6 +11,8 @@ from torch import Tensor
 from hf_memeff.ops.attention import ScoreRule, capped_scores, probabilities, row_tiles, rows_log_sum_exp
 from hf_memeff.ops.precision import accumulation_dtype
 
+_LOW = 32  # rows below which a tile's products are too thin to be fast
+
 
 def query_positions(predicted: Tensor, limit: int | None = None) -> tuple[Tensor, Tensor | None]:
     """Positions of the rows whose attention is scored.
@@ -60,12 +62,14 @@ def attention_saliency(
         lse = rows_log_sum_exp(q, k, rule, rows)
     if alive is not None:
         lse = lse.masked_fill(~alive[:, None], float("inf"))
-    for tile in row_tiles(q, length):
-        limit = length
-        if rule.causal and q.device.type == "cpu":  # reading the limit back would make an accelerator wait
-            limit = int(rows[:, tile].max()) + 1
+    # with a limit that is read back, which would make an accelerator wait, low tiles skip the keys behind them
+    bounded = rule.plainly_causal and q.device.type == "cpu"
+    for tile in row_tiles(q, length, max(_LOW, length // 8) if bounded else None):
+        first, limit = 0, length
+        if bounded:
+            first, limit = int(rows[:, tile].min()), int(rows[:, tile].max()) + 1
         s = capped_scores(q[:, :, tile], k[:, :, :limit], rule)
-        s += rule.bias(rows[:, tile], s.dtype, limit=limit)
+        s[..., first:] += rule.bias(rows[:, tile], s.dtype, range(first, limit))
         total[:, :limit] += probabilities(s, lse[:, :, tile]).sum((1, 2))
     return total
 
