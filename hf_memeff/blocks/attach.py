@@ -107,30 +107,41 @@ def detach_blocks(model: nn.Module) -> None:
 
 def is_attached(model: nn.Module) -> bool:
     """Whether the engine is on this model."""
-    return _OPTIONS in model.__dict__
+    return attached_options(model) is not None
 
 
-def set_token_budget(model: nn.Module, token_budget: float) -> None:
-    """Change the share of tokens that the backward pass of salient blocks keeps, from the next call on.
+def attached_options(model: nn.Module) -> EngineOptions | None:
+    """The options that the engine runs with now, or ``None`` where it is not attached; ``model`` as for
+    ``attach_blocks``.
+    """
+    return model.__dict__.get(_OPTIONS)
+
+
+def set_token_budget(model: nn.Module, token_budget: float | str) -> None:
+    """Change how many tokens the backward pass of salient blocks keeps, from the next call on.
 
     Args:
         model: as for ``attach_blocks``, attached with salient tokens.
-        token_budget: in (0, 1]; 1 keeps every token and scores none.
+        token_budget: a share in (0, 1] (1 keeps every token and scores none), or ``adaptive``.
 
     Raises:
         ValueError: the budget is out of its range, or the engine is not attached with salient tokens.
     """
-    options: EngineOptions | None = model.__dict__.get(_OPTIONS)
+    options = attached_options(model)
     if options is None or options.salient is None:
         raise ValueError(
             "got a model that is not attached with salient tokens, expected one made with SageConfig. "
             "Fix: get_peft_model(model, SageConfig(...)), or attach(model, SageConfig(...))."
         )
-    if isinstance(token_budget, bool) or not isinstance(token_budget, int | float) or not 0.0 < token_budget <= 1.0:
-        raise ValueError(
-            f"got token_budget={token_budget!r}, expected a number above 0 and at most 1. Fix: pass such a ratio."
-        )
-    salient = dataclasses.replace(options.salient, token_budget=float(token_budget))
+    if token_budget != "adaptive":
+        number = isinstance(token_budget, int | float) and not isinstance(token_budget, bool)
+        if not number or not 0.0 < token_budget <= 1.0:
+            raise ValueError(
+                f"got token_budget={token_budget!r}, expected a number above 0 and at most 1, or 'adaptive'. "
+                "Fix: pass one of these, such as 0.5."
+            )
+        token_budget = float(token_budget)
+    salient = dataclasses.replace(options.salient, token_budget=token_budget)
     model.__dict__[_OPTIONS] = dataclasses.replace(options, salient=salient)
     for layer in model.modules():
         forward = _attached_forward(layer)
@@ -140,7 +151,7 @@ def set_token_budget(model: nn.Module, token_budget: float) -> None:
 
 def engine_status(model: nn.Module) -> MemeffStatus:
     """Report path and reason of every block and every adapted linear layer as the next training call would take it."""
-    options: EngineOptions | None = model.__dict__.get(_OPTIONS)
+    options = attached_options(model)
     if options is None:
         return MemeffStatus(False)
     blocks, linears, inside = [], [], set()

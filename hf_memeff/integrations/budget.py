@@ -41,8 +41,7 @@ class SageBudgetCallback(TrainerCallback):
         end_fraction: share of the run's steps after which it stays at `end`, in (begin_fraction, 1].
 
     Raises:
-        ValueError: an argument is out of its range; on the first step, the model is no SAGE model, or its
-            own budget is "adaptive".
+        ValueError: an argument is out of its range; on the first step, the model is no SAGE model.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class SageBudgetCallback(TrainerCallback):
         self.start, self.end, self.schedule = float(start), float(end), schedule
         self.begin_fraction, self.end_fraction = float(begin_fraction), float(end_fraction)
         self._budget: float | None = None
-        self._before: float | None = None
+        self._before: float | str | None = None
 
     def budget(self, step: int, steps: int) -> float:
         """The budget of one optimizer step.

@@ -64,7 +64,7 @@ class GradientProbeCallback(TrainerCallback):
     Raises:
         ValueError: an argument is out of its range; when training begins, the rows can't be had from the dataset (it is
             an iterable one, or empty), or the parameters are sharded over processes; on the first probe, the model is
-            no SAGE model, its budget is "adaptive", or it makes no loss of the batch.
+            no SAGE model, or it makes no loss of the batch.
     """
 
     def __init__(self, every: int = 50, batches: Any = None, rows: int | None = None) -> None:

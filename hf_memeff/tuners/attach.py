@@ -11,7 +11,7 @@ from peft.tuners.lora import LoraConfig, LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from torch import nn
 
-from hf_memeff.blocks.attach import attach_blocks, detach_blocks, engine_status
+from hf_memeff.blocks.attach import attach_blocks, attached_options, detach_blocks, engine_status
 from hf_memeff.blocks.status import MemeffStatus
 from hf_memeff.tuners.checks import check_base_dtypes
 from hf_memeff.tuners.config import MemeffConfig, config_classes, refuse_variants
@@ -19,7 +19,7 @@ from hf_memeff.tuners.layer import use_memeff_linears, use_stock_linears
 from hf_memeff.tuners.mesp import MespConfig
 from hf_memeff.tuners.model import MemeffModel
 from hf_memeff.tuners.options import shorten
-from hf_memeff.tuners.parts import attached_options, model_parts
+from hf_memeff.tuners.parts import model_parts
 from hf_memeff.tuners.sage import SageConfig
 
 _BOOKKEEPING = frozenset(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from hf_memeff.blocks.attach import set_token_budget
-from hf_memeff.tuners.parts import attached_options, model_parts
+from hf_memeff.blocks.attach import attached_options, set_token_budget
+from hf_memeff.tuners.parts import model_parts
 
 
 def token_budget_of(model: nn.Module) -> float | str | None:
@@ -21,30 +21,25 @@ def token_budget_of(model: nn.Module) -> float | str | None:
     return None if options is None or options.salient is None else options.salient.token_budget
 
 
-def change_token_budget(model: nn.Module, token_budget: float, caller: str) -> float:
+def change_token_budget(model: nn.Module, token_budget: float | str, caller: str) -> float | str:
     """Change the token budget of the steps to come; the config, and with it what is saved, keeps its own.
 
     Args:
         model: as for `attach`.
-        token_budget: a ratio in (0, 1].
+        token_budget: a ratio in (0, 1], or "adaptive".
         caller: who wants it, for the message.
 
     Returns:
         The budget before.
 
     Raises:
-        ValueError: the model doesn't run with SAGE, or its budget is "adaptive", which the engine can't be set back to.
+        ValueError: the model doesn't run with SAGE.
     """
     before = token_budget_of(model)
     if before is None:
         raise ValueError(
             f"{caller} got a model that doesn't run with SAGE, expected one made with SageConfig or one that SAGE "
             "is attached to. Fix: get_peft_model(model, SageConfig(...)), or add SageCallback(...) to the callbacks."
-        )
-    if isinstance(before, str):
-        raise ValueError(
-            f"{caller} got a model with token_budget={before!r}, expected a ratio, which can be changed between steps "
-            "and set back. Fix: SageConfig(token_budget=0.5), or leave the callback out."
         )
     set_token_budget(model_parts(model)[0], token_budget)
     return before

@@ -5,8 +5,6 @@ from __future__ import annotations
 from peft import PeftModel
 from torch import nn
 
-from hf_memeff.blocks.attach import _OPTIONS
-from hf_memeff.blocks.options import EngineOptions
 from hf_memeff.tuners.model import MemeffModel
 
 _WRAPPERS = {
@@ -32,12 +30,3 @@ def model_parts(model: nn.Module) -> tuple[nn.Module, nn.Module | None]:
     if isinstance(model, MemeffModel):
         return model.model, model
     return model, None
-
-
-def attached_options(model: nn.Module) -> EngineOptions | None:
-    """The options that the engine runs with now, or None where it is not attached.
-
-    Args:
-        model: the model that carries the adapters.
-    """
-    return model.__dict__.get(_OPTIONS)

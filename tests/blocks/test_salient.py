@@ -177,7 +177,7 @@ def test_a_dense_layer_out_of_range_is_refused(index):
     model = adapted("llama")
     assert len(model.get_base_model().model.layers) == 2
     with (
-        pytest.raises(ValueError, match="dense layer .*expected an index from -2 to 1"),
+        pytest.raises(ValueError, match=r"dense layer .*expected an index from -2 to 1"),
         engine(model, salient=sparse(dense_layers=(index,))),
     ):
         pass
@@ -238,11 +238,15 @@ def test_the_budget_can_change_between_steps():
         exact = step(model, batch)
         set_token_budget(base, 0.25)
         again = step(model, batch)
+        set_token_budget(base, "adaptive")
+        adaptive = step(model, batch)
         for wrong in (0, -1, 1.5, float("nan"), True, "half"):
             with pytest.raises(ValueError, match="token_budget"):
                 set_token_budget(base, wrong)
     assert max(errors(exact, expected).values()) <= TOLERANCE
     assert all(torch.equal(again.gradients[n], g) for n, g in first.gradients.items())
+    # 64 at the least, which is more than there are
+    assert max(errors(adaptive, expected).values()) <= TOLERANCE
     with pytest.raises(ValueError, match="SageConfig"):
         set_token_budget(model.get_base_model(), 0.5)
 

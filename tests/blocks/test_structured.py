@@ -6,12 +6,10 @@ import contextlib
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from blocks._models import LAYOUTS, LENGTH, adapted, engine, errors, packed_batch, step, worst_error
+from blocks._models import LENGTH, adapted, engine, errors, step, worst_error
 from blocks._tolerances import ORDER_OF_SUMS, relative_error
 from helpers import token_batch
 from hf_memeff.memory import saved_tensor_bytes

@@ -141,3 +141,11 @@ def test_a_model_without_sage_is_refused(tmp_path, kind):
 def test_arguments_out_of_range_are_refused(wrong):
     with pytest.raises(ValueError, match=rf"SageBudgetCallback got .*{next(iter(wrong))}=.*, expected .* Fix: "):
         SageBudgetCallback(**wrong)
+
+
+def test_an_adaptive_budget_comes_back_after_training(tmp_path):
+    trainer = trainer_for(
+        tmp_path, [SageBudgetCallback()], config_class=SageConfig, config={"token_budget": "adaptive"}
+    )
+    trainer.train()
+    assert token_budget_of(trainer.model) == "adaptive"

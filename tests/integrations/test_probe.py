@@ -260,3 +260,9 @@ def test_a_model_without_sage_is_refused(tmp_path):
     trainer = trainer_for(tmp_path, [GradientProbeCallback(every=1)], MespConfig)
     with pytest.raises(ValueError, match=r"GradientProbeCallback got a model that doesn't run with SAGE.*Fix: "):
         trainer.train()
+
+
+def test_an_adaptive_budget_is_probed_and_kept(tmp_path):
+    probe = GradientProbeCallback(every=4)
+    trainer = run(tmp_path, [probe], budget="adaptive")
+    assert len(probe.probes) == 1 and token_budget_of(trainer.model) == "adaptive"

@@ -5,7 +5,8 @@ import torch
 from peft import LoraConfig
 
 from helpers import adapted_model
-from hf_memeff.tuners.parts import attached_options, model_parts
+from hf_memeff.blocks.attach import attached_options
+from hf_memeff.tuners.parts import model_parts
 
 
 @pytest.mark.parametrize(
