@@ -32,12 +32,14 @@ class BatchTokens:
         segments: (B, S) int64, number of the packed sequence a token belongs to; ``None`` for one sequence per row.
         content: the call's input ids, or one feature of its embeddings. The random selection is seeded from it and from
             the run's seed, so that it needs no state: a re-run, a resumed run and every block draw the same tokens.
+        compiled: whether the call is part of a compiled model's.
     """
 
     predicted: Tensor | None = None
     real: Tensor | None = None
     segments: Tensor | None = None
     content: Tensor | None = field(default=None, repr=False)
+    compiled: bool = False
     _found: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def always(self, shape: tuple[int, int], device: torch.device, sink_tokens: int, keep_last: bool) -> Tensor:
@@ -114,11 +116,17 @@ def _key(hidden: Tensor) -> tuple[int, torch.Size]:
     return hidden.data_ptr(), hidden.shape
 
 
-@torch.compiler.disable
 def enter_batch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a model: read the call's tokens. Inside another hooked model nothing changes."""
+    _enter(module, args, kwargs, torch.compiler.is_compiling())
+
+
+@torch.compiler.disable
+def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> None:
     if _current.get() is None and module.training:
-        _current.set((module, read_tokens(module, args, kwargs)))
+        tokens = read_tokens(module, args, kwargs)
+        tokens.compiled = compiled
+        _current.set((module, tokens))
 
 
 @torch.compiler.disable

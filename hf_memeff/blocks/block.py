@@ -106,7 +106,7 @@ class BlockForward:
             )
         layer = holder.module
         if self.sparse and layer.training:
-            self._note(args, kwargs, compiling=torch.compiler.is_compiling())
+            self._note(args, kwargs)
         if not (layer.training and torch.is_grad_enabled()):
             return self.original(layer, *args, **kwargs)
         return self.train_call(layer, args, kwargs)
@@ -117,19 +117,20 @@ class BlockForward:
         return self.salient is not None and self.salient.token_budget != 1.0
 
     @torch.compiler.disable
-    def _note(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, compiling: bool) -> None:
+    def _note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remember the batch's tokens for a checkpoint that runs this call again in the backward pass, and refuse an
         adaptive budget where shapes have to be known.
         """
         assert self.salient is not None
+        tokens = current_tokens()
+        compiled = tokens is not None and tokens.compiled
         rerun = torch._C._current_graph_task_id() != -1
-        if self.salient.token_budget == "adaptive" and (compiling or rerun):
-            where = "torch.compile" if compiling else "a checkpoint around the blocks"
+        if self.salient.token_budget == "adaptive" and (compiled or rerun):
+            where = "torch.compile" if compiled else "a checkpoint around the blocks"
             raise ValueError(
                 f'got token_budget="adaptive" under {where}, expected a ratio: there the number of kept tokens must be '
                 "known before they are. Fix: pass a ratio such as token_budget=0.5."
             )
-        tokens = current_tokens()
         bound = bind(self.names, args, kwargs)
         if tokens is not None and bound is not None:
             remember(bound[0], tokens)

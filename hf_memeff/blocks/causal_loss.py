@@ -73,11 +73,19 @@ class LossForward:
         arguments = _by_name(own, args, kwargs)
         if arguments.get("labels") is None:
             return own(*args, **kwargs)
-        reason = untileable(model, self) or _asks_for_logits(model, arguments)
-        if reason:
-            say_once(f"the loss is computed from whole logits: {reason}")
+        if _whole_logits(model, self, arguments):
             return own(*args, **kwargs)
         return _tiled_call(model, self, own, args, kwargs)
+
+
+@torch.compiler.disable(reason=_REASON)
+def _whole_logits(model: nn.Module, forward: LossForward, arguments: dict[str, Any]) -> bool:
+    """Whether a call has to build its logits, which is said once."""
+    # outside of the compiled graph: there a module's ``__dict__`` looks as if it held a forward of its own
+    reason = untileable(model, forward) or _asks_for_logits(model, arguments)
+    if reason:
+        say_once(f"the loss is computed from whole logits: {reason}")
+    return bool(reason)
 
 
 def _by_name(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
