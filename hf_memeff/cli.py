@@ -14,7 +14,7 @@ from typing import Any
 from hf_memeff.benchmarks.comparison import METHODS
 from hf_memeff.compat import PACKAGE_VERSION
 from hf_memeff.recipes.demo.options import DEVICES, DemoError, DemoOptions
-from hf_memeff.recipes.model_source import ModelUnavailableError, find_smollm2, load_model
+from hf_memeff.recipes.model_source import ModelUnavailableError, find_smollm2, load_model, load_tokenizer
 
 _EXAMPLES = """\
 examples:
@@ -38,6 +38,7 @@ _BENCH_EXAMPLES = """\
 examples:
   hf-memeff bench mesp           memory, time and exactness of MeSP and what else there is
   hf-memeff bench mesp --help    what can be chosen
+  hf-memeff bench sage           learning, memory, time and gradients of SAGE
   hf-memeff bench families       which block layouts are known, and whether they are exact
   hf-memeff bench --render       write the measured figures into README.md
 """
@@ -94,7 +95,13 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
         from hf_memeff.benchmarks import cli as benchmarks
 
         benchmarks.add_arguments(bench)
-        bench.set_defaults(run=partial(benchmarks.run, load_smollm2=lambda dtype: load_model(find_smollm2(), dtype)))
+        bench.set_defaults(
+            run=partial(
+                benchmarks.run,
+                load_smollm2=lambda dtype: load_model(find_smollm2(), dtype),
+                load_tokenizer=lambda: load_tokenizer(find_smollm2()),
+            )
+        )
     return parser
 
 

@@ -14,14 +14,18 @@ import torch
 import transformers
 from tqdm.auto import tqdm
 
+from hf_memeff.benchmarks import sage_cli
+from hf_memeff.benchmarks.arguments import add_json, add_output, at_least
 from hf_memeff.benchmarks.cases import DTYPES, MODELS, Case, select_cases
 from hf_memeff.benchmarks.families import holds, measure_families
 from hf_memeff.benchmarks.journal import Journal
 from hf_memeff.benchmarks.methods import METHODS
 from hf_memeff.benchmarks.plot import plot_results
+from hf_memeff.benchmarks.progress import progress
 from hf_memeff.benchmarks.render import RenderError, render_file
 from hf_memeff.benchmarks.results import RESULTS_FOLDER, Environment, ResultsError, write_results
 from hf_memeff.benchmarks.run import Bench
+from hf_memeff.benchmarks.sage_text import DataError
 
 _MESP_DESCRIPTION = """\
 Compare MeSP with PEFT's LoRA, LoRA with gradient checkpointing (non-reentrant and reentrant), each with and without a
@@ -58,26 +62,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     mesp.add_argument("--quick", action="store_true", help="SmolLM2-135M at 256 tokens only")
     mesp.add_argument("--models", nargs="+", choices=MODELS, default=[], metavar="M", help=", ".join(MODELS))
-    mesp.add_argument("--lengths", nargs="+", type=_at_least(2), default=[], metavar="N", help="tokens of the sequence")
-    mesp.add_argument("--ranks", nargs="+", type=_at_least(1), default=[], metavar="R", help="ranks of the adapter")
+    mesp.add_argument("--lengths", nargs="+", type=at_least(2), default=[], metavar="N", help="tokens of the sequence")
+    mesp.add_argument("--ranks", nargs="+", type=at_least(1), default=[], metavar="R", help="ranks of the adapter")
     mesp.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[], metavar="D", help=", ".join(DTYPES))
     mesp.add_argument("--methods", nargs="+", choices=METHODS, default=[], metavar="M", help=", ".join(METHODS))
-    mesp.add_argument("--rounds", type=_at_least(0), metavar="N", help="timed rounds per case; 0 measures no time")
+    mesp.add_argument("--rounds", type=at_least(0), metavar="N", help="timed rounds per case; 0 measures no time")
     mesp.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: %(default)s)")
     mesp.add_argument("--force", action="store_true", help="measure again what is there already")
-    _add_output(mesp, "results and plot")
+    add_output(mesp, "results and plot")
+    add_json(mesp)
     families = commands.add_parser(
         "families", help="exactness and path of every known block layout", description=_FAMILIES_DESCRIPTION
     )
-    _add_output(families, "results")
+    add_output(families, "results")
+    add_json(families)
+    sage_cli.add_command(commands)
 
 
-def run(arguments: argparse.Namespace, load_smollm2: Callable[[torch.dtype], Any]) -> int:
+def run(
+    arguments: argparse.Namespace, load_smollm2: Callable[[torch.dtype], Any], load_tokenizer: Callable[[], Any]
+) -> int:
     """Run what the arguments ask for.
 
     Args:
         arguments: parsed by a parser that `add_arguments` has filled.
         load_smollm2: loads the real model's weights in a dtype.
+        load_tokenizer: loads the real model's tokenizer.
 
     Returns:
         0 if everything held; 1 if a gradient was off or README is not as rendered; 2 if the machine or a file stood
@@ -93,10 +103,12 @@ def run(arguments: argparse.Namespace, load_smollm2: Callable[[torch.dtype], Any
             return _run_mesp(arguments, load_smollm2)
         if arguments.benchmark == "families":
             return _run_families(arguments)
-    except (OSError, RenderError, ResultsError) as error:
+        if arguments.benchmark == "sage":
+            return sage_cli.run(arguments, load_smollm2, load_tokenizer)
+    except (OSError, DataError, RenderError, ResultsError) as error:
         print(f"hf-memeff bench: {error}", file=sys.stderr)
         return 2
-    print("hf-memeff bench: got nothing to do, expected mesp, families or --render. See --help.", file=sys.stderr)
+    print("hf-memeff bench: got nothing to do, expected mesp, families, sage or --render. See --help.", file=sys.stderr)
     return 2
 
 
@@ -136,13 +148,7 @@ def _measure(
 ) -> list[str]:
     """Run the cases under a progress bar; returns what did not hold."""
     bench = Bench(journal, device, load_smollm2, say=tqdm.write)
-    with tqdm(total=bench.steps(cases, methods), unit="step") as bar:
-
-        def advance(text: str, steps: int) -> None:
-            bar.set_description_str(text, refresh=steps == 0)
-            bar.update(steps)
-
-        bench.advance = advance
+    with progress(bench.steps(cases, methods)) as bench.advance:
         bench.run(cases, methods)
     return bench.failures
 
@@ -183,27 +189,3 @@ def _render(arguments: argparse.Namespace) -> int:
         return 1
     print(f"{arguments.readme}: {'rendered' if changed else 'already as rendered'}")
     return 0
-
-
-def _add_output(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("hf_memeff_bench"),
-        metavar="DIR",
-        help=f"folder for {what} (default: %(default)s)",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE too")
-
-
-def _at_least(smallest: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            number = smallest - 1
-        if number < smallest:
-            raise argparse.ArgumentTypeError(f"got {text}, expected an integer from {smallest}")
-        return number
-
-    return parse

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -155,14 +155,15 @@ class FamilyResult:
     environment: Environment
 
 
-Result = MethodResult | FamilyResult
+AnyResult = TypeVar("AnyResult")
 
 
-def write_results(results: Iterable[Result], path: Path) -> None:
+def write_results(results: Iterable[Any], path: Path) -> None:
     """Write results as JSON; the file is whole at any time, also if the process dies.
 
     Args:
-        results: in the order in which they appear in the file.
+        results: frozen dataclasses whose ``environment`` is an `Environment`, in the order in which they appear in the
+            file.
         path: the file; its folder is created.
     """
     entries: list[dict[str, Any]] = []
@@ -183,21 +184,26 @@ def write_results(results: Iterable[Result], path: Path) -> None:
 
 
 def read_method_results(path: Path) -> list[MethodResult]:
-    """Read what `write_results` wrote of a comparison of methods; an absent file has none.
-
-    Raises:
-        ResultsError: the file is not of this form.
-    """
-    return [_typed(MethodResult, entry, path) for entry in _entries(path)]
+    """`read_results` of a comparison of methods."""
+    return read_results(MethodResult, path)
 
 
 def read_family_results(path: Path) -> list[FamilyResult]:
-    """Read what `write_results` wrote of the families; an absent file has none.
+    """`read_results` of the families."""
+    return read_results(FamilyResult, path)
+
+
+def read_results(kind: type[AnyResult], path: Path) -> list[AnyResult]:
+    """Read what `write_results` wrote; an absent file has none.
+
+    Args:
+        kind: class of the results.
+        path: the file.
 
     Raises:
         ResultsError: the file is not of this form.
     """
-    return [_typed(FamilyResult, entry, path) for entry in _entries(path)]
+    return [_typed(kind, entry, path) for entry in _entries(path)]
 
 
 def _entries(path: Path) -> list[Any]:

@@ -70,7 +70,7 @@ def other_cases_table(results: Sequence[MethodResult]) -> str:
         )
     titles = [METHODS[name].title for name in (TIME_REFERENCE, _TILED_REFERENCE, "mesp", "mesp-disk")]
     header = ["model", "dtype", "tokens", "rank", *(f"{title}, MiB" for title in titles), "MeSP's time", "MeSP's error"]
-    return _table(header, rows) if rows else NOT_MEASURED
+    return table(header, rows) if rows else NOT_MEASURED
 
 
 def methods_table(results: Sequence[MethodResult]) -> str:
@@ -88,7 +88,7 @@ def methods_table(results: Sequence[MethodResult]) -> str:
         for name in ("lora", TIME_REFERENCE, _TILED_REFERENCE)
         if (share := _share(mesp, _headline(results, name))) is not None
     ]
-    return _table(
+    return table(
         ["method", "gradients", f"peak memory ({mesp.model}, {mesp.tokens} tokens)", "step time", "saved adapter"],
         [
             [
@@ -150,7 +150,7 @@ def support_matrix(results: Sequence[FamilyResult]) -> str:
         for result in results
     ]
     header = ["family", "decoder layer", "path of its blocks", "error in fp64", "error in fp32"]
-    return _table(header, rows) if rows else NOT_MEASURED
+    return table(header, rows) if rows else NOT_MEASURED
 
 
 def gpu_note(results: Sequence[MethodResult], method: str | None = None) -> str:
@@ -213,9 +213,10 @@ def _by_method(
         row = [method.title, *(cell(_at(own, tokens)) for tokens in lengths)]
         rows.append([*row, _error(max(result.gradient_error for result in own))] if with_error else row)
     header = [corner, *(f"{tokens} tokens" for tokens in lengths), *(["gradient error"] if with_error else [])]
-    return _table(header, rows) if rows else NOT_MEASURED
+    return table(header, rows) if rows else NOT_MEASURED
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

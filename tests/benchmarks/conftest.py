@@ -1,12 +1,18 @@
-"""Made-up results, so that tables, plots and rendering are tested without measuring."""
+"""Made-up results for tables, plots and rendering; a tiny model and tiny data sets for what measures."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from helpers import tiny_model
 from hf_memeff.benchmarks.cases import Case
 from hf_memeff.benchmarks.results import Environment, MethodResult
 
@@ -66,3 +72,46 @@ def sweep() -> list[MethodResult]:
     ]
     other = replace(made_up(peak_mib=11.0), rank=16, case="SmolLM2-135M/fp32/1024/r16")
     return [*results, other]
+
+
+def byte_tokenizer() -> Any:
+    """One id per byte; 0 ends and pads."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(["<|end|>", *alphabet])}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>", pad_token="<|end|>")
+
+
+def write_data(folder: Path, rows: int = 24) -> None:
+    """GSM8K and BoolQ files whose rows differ in length and in content."""
+    for split, offset in (("train", 0), ("test", 500)):
+        numbers = [(offset + i, 3 * i) for i in range(rows)]
+        gsm8k = [
+            {"question": f"What is {a} + {b}?" + " Think." * (a % 3), "answer": f"#### {a + b}"} for a, b in numbers
+        ]
+        (folder / f"gsm8k_{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in gsm8k))
+        boolq = [
+            {"instruction": f"is {a} odd?", "input": "", "output": f"it is {bool(a % 2)}".lower()} for a, _ in numbers
+        ]
+        (folder / f"boolq_{split}.json").write_text(json.dumps(boolq))
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with both data sets."""
+    folder = tmp_path_factory.mktemp("data")
+    write_data(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """See `byte_tokenizer`."""
+    return byte_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def base() -> Any:
+    """A two-layer Llama over bytes, never changed."""
+    return tiny_model(vocab_size=257).eval()

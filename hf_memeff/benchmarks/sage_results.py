@@ -1,0 +1,210 @@
+"""What the SAGE benchmark measures, and the folder where every measurement has a file of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from hf_memeff.benchmarks.results import Environment, ResultsError, read_results, write_results
+from hf_memeff.benchmarks.sage_methods import SageMethod
+
+
+@dataclass(frozen=True)
+class LearningResult:
+    """One training run and how its adapter does on the held-out rows.
+
+    Attributes:
+        dataset: key of `DATA_SETS`.
+        model: name of the base model.
+        method: name of the method; "base" is the model without adapter, and has no steps.
+        token_budget: SAGE's; None for the others.
+        seed: of the adapter's initial values, of the rows drawn and of SAGE's random choices.
+        learning_rate: highest rate of the schedule.
+        rank: of the adapter on every linear layer of the blocks.
+        steps: optimizer steps.
+        rows_per_step: rows of a step.
+        longest_row: most tokens of a row.
+        test_rows: held-out rows.
+        test_tokens: answer tokens in them.
+        test_loss: mean cross-entropy per answer token.
+        train_losses: mean loss of each tenth of the steps.
+        step_seconds: median wall time of a step: forward, backward and optimizer.
+        step_cpu_seconds: median CPU time of the process in a step, which does not count waiting for a busy core.
+        peak_bytes: most bytes alive in forward and backward of the run's longest batch, above weights and gradients;
+            None where the device has no meter.
+        meter: name of the meter.
+        environment: what it was measured with.
+    """
+
+    dataset: str
+    model: str
+    method: str
+    token_budget: float | None
+    seed: int
+    learning_rate: float
+    rank: int
+    steps: int
+    rows_per_step: int
+    longest_row: int
+    test_rows: int
+    test_tokens: int
+    test_loss: float
+    train_losses: tuple[float, ...]
+    step_seconds: float | None
+    step_cpu_seconds: float | None
+    peak_bytes: int | None
+    meter: str
+    environment: Environment
+
+    @property
+    def key(self) -> str:
+        """Name of its file."""
+        return learning_key(self.dataset, self.method, self.token_budget, self.seed, self.learning_rate)
+
+
+def learning_key(dataset: str, method: str, token_budget: float | None, seed: int, learning_rate: float) -> str:
+    """Name of a run's file: the rate is in it for LoRA alone, which has several with one seed."""
+    rate = f"-lr{learning_rate:g}" if method == "lora" else ""
+    budget = "" if token_budget is None else f"-{token_budget:g}"
+    return f"{dataset}-{method}{budget}{rate}-seed{seed}"
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Memory and time of one method's step on rows of real text, every token a label.
+
+    Attributes:
+        model: name of the base model.
+        method: name of the method.
+        token_budget: SAGE's; None for the others.
+        rows: rows of the step.
+        tokens: tokens of each.
+        rank: of the adapter.
+        peak_bytes: most bytes alive during one forward and backward, above weights and gradients; None where the device
+            has no meter.
+        meter: name of the meter.
+        cached_bytes: unique storages that the forward keeps for backward, weights aside; None with checkpointing, which
+            keeps block inputs where this cannot be seen.
+        step_seconds: wall time of forward and backward, one entry per round.
+        step_cpu_seconds: CPU time of the process in the same rounds.
+        environment: what it was measured with.
+    """
+
+    model: str
+    method: str
+    token_budget: float | None
+    rows: int
+    tokens: int
+    rank: int
+    peak_bytes: int | None
+    meter: str
+    cached_bytes: int | None
+    step_seconds: tuple[float, ...]
+    step_cpu_seconds: tuple[float, ...]
+    environment: Environment
+
+    @property
+    def key(self) -> str:
+        """Name of its file."""
+        budget = "" if self.token_budget is None else f"-{self.token_budget:g}"
+        return f"{self.rows}x{self.tokens}-{self.method}{budget}"
+
+
+@dataclass(frozen=True)
+class CosineResult:
+    """How far SAGE's gradient is from the exact one.
+
+    Attributes:
+        dataset: key of `DATA_SETS`.
+        model: name of the base model.
+        adapter: "random", B with entries of standard deviation `b_std`, or "trained", after LoRA's training run.
+        b_std: of a random adapter; None for a trained one.
+        saliency: SAGE's.
+        token_budget: SAGE's.
+        dense_layers: SAGE's.
+        backward_keys: SAGE's.
+        rank: of the adapter.
+        cosines: of the whole gradient to the exact one, one per batch.
+        norm_ratios: norm of SAGE's gradient by the exact one's, one per batch.
+        layer_cosines: per block, mean over the batches of the cosine of that block's gradient.
+        environment: what it was measured with.
+    """
+
+    dataset: str
+    model: str
+    adapter: str
+    b_std: float | None
+    saliency: str
+    token_budget: float
+    dense_layers: tuple[int, ...]
+    backward_keys: str
+    rank: int
+    cosines: tuple[float, ...]
+    norm_ratios: tuple[float, ...]
+    layer_cosines: tuple[float, ...]
+    environment: Environment
+
+    @property
+    def key(self) -> str:
+        """Name of its file."""
+        method = SageMethod(f"sage-{self.saliency}", self.token_budget, self.dense_layers, self.backward_keys)
+        return cosine_key(self.dataset, self.adapter, method)
+
+
+def cosine_key(dataset: str, adapter: str, method: SageMethod) -> str:
+    """Name of a measurement's file."""
+    dense = f"dense{','.join(map(str, method.dense_layers)) or 'none'}"
+    return f"{dataset}-{adapter}-{method.saliency}-{method.token_budget:g}-{dense}-{method.backward_keys}"
+
+
+Kept = TypeVar("Kept", LearningResult, StepResult, CosineResult)
+
+
+@dataclass(frozen=True)
+class Shelf(Generic[Kept]):
+    """A folder with one file per result, so that an interrupted run loses none and a later one repeats none.
+
+    Attributes:
+        kind: class of the results.
+        folder: where the files are.
+    """
+
+    kind: type[Kept]
+    folder: Path
+
+    def find(self, key: str) -> Kept | None:
+        """The result of a name; None if it is not there.
+
+        Raises:
+            ResultsError: its file holds something else.
+        """
+        found = read_results(self.kind, self._path(key))
+        if not found:
+            return None
+        if len(found) > 1 or found[0].key != key:
+            raise ResultsError(
+                f"Got {self._path(key)} with the results {', '.join(result.key for result in found)}, expected {key} "
+                "alone. Fix: move it away, or --output DIR."
+            )
+        return found[0]
+
+    def add(self, result: Kept) -> None:
+        """Write a result, in place of an older one of its name."""
+        write_results([result], self._path(result.key))
+
+    def all(self) -> list[Kept]:
+        """Every result, by name."""
+        found = (self.find(path.stem) for path in sorted(self.folder.glob("[!.]*.json")))
+        return [result for result in found if result is not None]
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.json"
+
+
+def joined(results: Iterable[Kept], path: Path) -> None:
+    """Write results into one file, as the package keeps the committed ones; nothing if there are none."""
+    results = list(results)
+    if results:
+        write_results(results, path)

@@ -1,0 +1,183 @@
+"""Which runs are done in which order, what a run measures, and that a finished one is never repeated."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_memeff.benchmarks import sage_learning as module
+from hf_memeff.benchmarks.results import Environment, ResultsError
+from hf_memeff.benchmarks.sage_learning import (
+    LEARNING_NAMES,
+    Learning,
+    LearningPlan,
+    Run,
+    Training,
+    best_rate,
+    held_out_loss,
+    load_adapter,
+    planned_runs,
+)
+from hf_memeff.benchmarks.sage_methods import BUDGETS, LORA, SageMethod, make_model
+from hf_memeff.benchmarks.sage_results import LearningResult, Shelf
+from hf_memeff.benchmarks.sage_text import drawn_batches, in_order, read_rows
+
+PLAN = LearningPlan(model="tiny", steps=12, rank=4, test_rows=8, rates=(1e-3, 1e-2))
+
+
+def learning(folder: Path, data: Path, base: Any, tokenizer: Any, plan: LearningPlan = PLAN) -> Learning:
+    shelf = Shelf(LearningResult, folder / "learning")
+    return Learning(plan, base, tokenizer, data, shelf, folder / "adapters", Environment.here(), lambda text: None)
+
+
+def runs_of(*methods: str, seeds: tuple[int, ...] = (0,), plan: LearningPlan = PLAN) -> list[Run]:
+    return planned_runs(plan, datasets=["gsm8k"], methods=methods, budgets=[0.25], seeds=seeds)
+
+
+def test_the_full_matrix_starts_with_the_runs_that_tell_most() -> None:
+    runs = planned_runs(LearningPlan(), budgets=BUDGETS)
+    assert len(runs) == len(set(runs)) == 2 * (3 + 2 + 1 + 3 * 4 * 3)
+    assert [run.dataset for run in runs] == ["gsm8k"] * 42 + ["boolq"] * 42
+    told = [(r.method.name, r.method.token_budget, r.seed, r.rate) for r in runs[:15]]
+    three = ["sage-gradient", "sage-attention", "sage-random"]
+    assert told == [
+        *(("lora", None, 0, rate) for rate in (3e-4, 1e-3, 3e-3)),
+        *((name, 0.25, 0, None) for name in three),
+        ("lora", None, 1, None),
+        ("lora", None, 2, None),
+        *((name, 0.25, seed, None) for seed in (1, 2) for name in three),
+        ("mesp", None, 0, None),
+    ]
+
+
+def test_what_is_not_asked_for_is_not_run_but_lora_always() -> None:
+    told = {(r.method.name, r.method.token_budget, r.seed) for r in runs_of("sage-random", seeds=(4, 5))}
+    assert told == {("lora", None, 4), ("lora", None, 5), ("sage-random", 0.25, 4), ("sage-random", 0.25, 5)}
+
+
+def test_every_method_learns_and_its_figures_are_there(data: Path, base: Any, tokenizer: Any, tmp_path: Path) -> None:
+    bench = learning(tmp_path, data, base, tokenizer)
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    steps: list[int] = []
+    bench.advance = lambda text, done: steps.append(done)
+    runs = runs_of()
+    bench.run(runs)
+    assert sum(steps) == len(runs) * PLAN.steps
+    results = {result.key: result for result in bench.shelf.all()}
+    untrained = results.pop("gsm8k-base-seed0")
+    assert (untrained.steps, untrained.step_seconds, untrained.peak_bytes) == (0, None, None)
+    assert {result.method for result in results.values()} == set(LEARNING_NAMES)
+    assert len(results) == len(runs)
+    for result in results.values():
+        assert result.test_loss < untrained.test_loss
+        assert result.peak_bytes > 0 and result.step_seconds > 0 and result.step_cpu_seconds > 0
+        assert len(result.train_losses) == 12 and result.train_losses[-1] < result.train_losses[0]
+        assert (result.test_rows, result.test_tokens) == (8, untrained.test_tokens)
+    best = best_rate(results.values(), "gsm8k", PLAN.rates)
+    assert {r.learning_rate for r in results.values() if r.method != "lora"} == {best}
+    assert results["gsm8k-mesp-seed0"].test_loss == pytest.approx(
+        results[f"gsm8k-lora-lr{best:g}-seed0"].test_loss, rel=1e-5
+    )
+    assert len({result.test_loss for result in results.values()}) >= len(results) - 1
+    assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())
+
+
+def test_a_finished_run_is_never_repeated(
+    data: Path, base: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learning(tmp_path, data, base, tokenizer).run(runs_of("sage-random"))
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "learning").iterdir()}
+    monkeypatch.setattr(Training, "step", lambda *args: pytest.fail("run again"))
+    monkeypatch.setattr(module, "held_out_loss", lambda *args: pytest.fail("judged again"))
+    again = learning(tmp_path, data, base, tokenizer)
+    done: list[int] = []
+    again.advance = lambda text, steps: done.append(steps)
+    again.run(runs_of("sage-random"))
+    assert sum(done) == 3 * PLAN.steps
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "learning").iterdir()} == files
+
+
+def test_an_interrupted_run_leaves_nothing_and_is_run_the_next_time(
+    data: Path, base: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, calls = Training.step, []
+
+    def interrupt(self: Training, batch: Any) -> None:
+        calls.append(batch)
+        if len(calls) == PLAN.steps + 5:
+            raise KeyboardInterrupt
+        own(self, batch)
+
+    monkeypatch.setattr(Training, "step", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        learning(tmp_path, data, base, tokenizer).run(runs_of("lora"))
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == [
+        "gsm8k-base-seed0.json",
+        "gsm8k-lora-lr0.001-seed0.json",
+        "gsm8k-lora-lr0.001-seed0.safetensors",
+    ]
+    learning(tmp_path, data, base, tokenizer).run(runs_of("lora"))
+    assert len(calls) == PLAN.steps + 5 + PLAN.steps
+    assert (tmp_path / "learning" / "gsm8k-lora-lr0.01-seed0.json").exists()
+
+
+def test_a_result_of_another_plan_is_refused(data: Path, base: Any, tokenizer: Any, tmp_path: Path) -> None:
+    short = replace(PLAN, steps=2)
+    learning(tmp_path, data, base, tokenizer, short).run(runs_of("lora", plan=short))
+    with pytest.raises(ResultsError, match=r"measured with steps=2, expected steps=12.*--output DIR"):
+        learning(tmp_path, data, base, tokenizer).run(runs_of("lora"))
+    other = replace(short, rates=(1e-3, 1e-2, 3e-2))
+    learning(tmp_path, data, base, tokenizer, short).run(runs_of("sage-random", plan=short))
+    bench = learning(tmp_path, data, base, tokenizer, other)
+    bench.run(runs_of("lora", plan=other))
+    bench.shelf.add(replace(bench.shelf.find("gsm8k-lora-lr0.03-seed0"), test_loss=0.0))
+    with pytest.raises(ResultsError, match=r"a learning rate of 0\.01, expected LoRA's best, 0\.03"):
+        bench.run(runs_of("sage-random", plan=other))
+
+
+def test_the_best_rate_needs_all_and_skips_what_diverged(data: Path, base: Any, tokenizer: Any, tmp_path: Path) -> None:
+    bench = learning(tmp_path, data, base, tokenizer, replace(PLAN, steps=1))
+    bench.run(runs_of("lora", plan=bench.plan))
+    slow, fast = (r for r in bench.shelf.all() if r.method == "lora")
+    slow, fast = replace(slow, test_loss=2.0), replace(fast, test_loss=math.nan)
+    assert best_rate([slow, fast], "gsm8k", PLAN.rates) == slow.learning_rate
+    assert best_rate([slow, replace(fast, test_loss=1.0)], "gsm8k", PLAN.rates) == fast.learning_rate
+    lucky = replace(slow, seed=1, test_loss=0.5)  # the rate is the first seed's choice
+    assert best_rate([slow, replace(fast, test_loss=1.0), lucky], "gsm8k", PLAN.rates) == fast.learning_rate
+    assert best_rate([slow], "gsm8k", PLAN.rates) is None
+    assert best_rate([slow, fast], "boolq", PLAN.rates) is None
+
+
+def test_the_trained_adapter_comes_back(data: Path, base: Any, tokenizer: Any, tmp_path: Path) -> None:
+    bench = learning(tmp_path, data, base, tokenizer)
+    bench.run(runs_of("lora"))
+    model = make_model(SageMethod("sage-gradient", 0.5), base, rank=PLAN.rank, seed=9)
+    batches = in_order(read_rows(data, "gsm8k", "test", tokenizer, PLAN.longest_row, PLAN.test_rows), 0, 4)
+    assert held_out_loss(model, batches) > bench.shelf.find("gsm8k-lora-lr0.01-seed0").test_loss + 0.01
+    load_adapter(model, tmp_path / "adapters" / "gsm8k-lora-lr0.01-seed0.safetensors")
+    assert model.training
+    expected = bench.shelf.find("gsm8k-lora-lr0.01-seed0").test_loss
+    assert held_out_loss(model, batches) == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_loss_is_per_token_whatever_the_batches(data: Path, base: Any, tokenizer: Any) -> None:
+    rows = read_rows(data, "gsm8k", "test", tokenizer, 160, 8)
+    one, many = held_out_loss(base, in_order(rows, 0, 8)), held_out_loss(base, in_order(rows, 0, 3))
+    assert one == pytest.approx(many, rel=1e-5)
+
+
+def test_a_training_is_adamw_with_warm_up_and_decay(data: Path, base: Any, tokenizer: Any) -> None:
+    batch = drawn_batches(read_rows(data, "gsm8k", "train", tokenizer, 160), 0, 0, 1, 4)[0]
+    model = make_model(LORA, base, rank=2, seed=0)
+    training = Training(model, 1.0, 10)
+    rates = []
+    for _ in range(10):
+        rates.append(training._schedule.get_last_lr()[0])
+        training._update(batch)
+    assert rates == pytest.approx([0.0, 1.0, *(1 - i / 9 for i in range(1, 9))])
+    assert training.tenths() == tuple(training.losses)
