@@ -95,7 +95,7 @@ def test_a_result_that_did_not_hold_is_status_1(
 def test_a_benchmark_without_its_model_is_status_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def absent(arguments: object, load_smollm2: Callable[[torch.dtype], object]) -> None:
+    def absent(arguments: object, load_smollm2: Callable[[torch.dtype], object], **others: object) -> None:
         load_smollm2(torch.float32)
 
     def find() -> None:
