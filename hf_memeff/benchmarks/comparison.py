@@ -19,9 +19,14 @@ from torch import Tensor, nn
 
 from hf_memeff.memory import measure_peak_memory
 from hf_memeff.tuners.mesp import MespConfig
+from hf_memeff.tuners.sage import SageConfig
 
-METHODS = ("lora", "lora-checkpointing", "mesp")
-METHOD_TITLES = {"lora": "LoRA", "lora-checkpointing": "LoRA + gradient checkpointing", "mesp": "MeSP"}
+METHODS = ("lora", "lora-checkpointing", "mesp", "sage")
+METHOD_TITLES = {"lora": "LoRA", "lora-checkpointing": "LoRA + gradient checkpointing", "mesp": "MeSP", "sage": "SAGE"}
+EXACT_METHODS = METHODS[:3]
+"""Those whose gradients are LoRA's."""
+
+_CONFIGS = {"mesp": MespConfig, "sage": SageConfig}
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class MethodFigures:
         step_seconds: one entry per round.
         time_ratio: median over the rounds of this model's time by the reference's in the same round.
         gradient_error: ``|g - g_ref| / |g_ref|`` over all adapter gradients together; 0 for the reference.
+        gradient_cosine: cosine of the angle between the two, likewise; 1 for the reference.
     """
 
     method: str
@@ -42,16 +48,17 @@ class MethodFigures:
     step_seconds: tuple[float, ...]
     time_ratio: float
     gradient_error: float
+    gradient_cosine: float
 
 
 def wrap(base: nn.Module, method: str, *, seed: int = 0, **lora_fields: Any) -> Any:
-    """Put a LoRA adapter on a model, to be trained one of three ways; the same seed gives the same adapter values.
+    """Put a LoRA adapter on a model, to be trained one of several ways; the same seed gives the same adapter values.
 
     Args:
         base: a `PreTrainedModel`; it is changed in place.
         method: one of `METHODS`.
         seed: of the adapter's initial values.
-        lora_fields: fields of `LoraConfig`.
+        lora_fields: fields of `LoraConfig`, or of the method's own config.
 
     Returns:
         The `PeftModel`, in train mode.
@@ -61,7 +68,7 @@ def wrap(base: nn.Module, method: str, *, seed: int = 0, **lora_fields: Any) -> 
     """
     if method not in METHODS:
         raise ValueError(f"Got method={method!r}, expected one of {', '.join(METHODS)}. Fix: pass one of these.")
-    config_class = MespConfig if method == "mesp" else LoraConfig
+    config_class = _CONFIGS.get(method, LoraConfig)
     torch.manual_seed(seed)
     model = get_peft_model(base, config_class(**lora_fields))
     if method == "lora-checkpointing":
@@ -155,6 +162,7 @@ def compare(
             step_seconds=tuple(seconds[method]),
             time_ratio=paired_ratio(seconds[method], seconds[reference]),
             gradient_error=((gradients[method] - true).norm() / true.norm()).item(),
+            gradient_cosine=torch.cosine_similarity(gradients[method], true, dim=0).item(),
         )
         for method in models
     ]

@@ -10,7 +10,7 @@ from peft import LoraConfig
 from torch import nn
 
 from helpers import tiny_model
-from hf_memeff import MespConfig
+from hf_memeff import MespConfig, SageConfig
 from hf_memeff.benchmarks.comparison import (
     METHODS,
     compare,
@@ -59,6 +59,7 @@ def test_the_methods_are_what_they_are_called() -> None:
         "lora": LoraConfig,
         "lora-checkpointing": LoraConfig,
         "mesp": MespConfig,
+        "sage": SageConfig,
     }
     calls = dict.fromkeys(models, 0)
     for name, model in models.items():
@@ -98,7 +99,9 @@ def test_compare_measures_peak_time_and_exactness() -> None:
     assert figures[0].time_ratio == 1
     peaks = [entry.peak_bytes or 0 for entry in figures]
     assert peaks[0] > peaks[1] > peaks[2] > 0
-    assert all(entry.gradient_error <= 1e-5 for entry in figures)
+    assert all(entry.gradient_error <= 1e-5 for entry in figures[:3])
+    assert [entry.gradient_cosine for entry in figures[:3]] == pytest.approx([1.0] * 3)
+    assert figures[3].gradient_error > 1e-2 and 0.2 < figures[3].gradient_cosine < 0.999
 
 
 def test_compare_sees_a_wrong_gradient() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hf_memeff.benchmarks.comparison import METHOD_TITLES, MethodFigures, paired_ratio
+from hf_memeff.benchmarks.comparison import EXACT_METHODS, METHOD_TITLES, MethodFigures, paired_ratio
 from hf_memeff.benchmarks.results import Environment
 from hf_memeff.recipes.demo.options import DemoOptions
 from hf_memeff.recipes.demo.training import BATCH_ROWS
@@ -141,22 +141,27 @@ def outcome(result: DemoResult) -> str:
 
 
 def table(figures: list[MethodFigures]) -> str:
-    """One line per method, and MeSP against gradient checkpointing in words."""
+    """One line per method, and each of ours against gradient checkpointing in words."""
     by_method = {entry.method: entry for entry in figures}
     lines = [f"{'':<32}{'peak memory':>12}{'step time':>12}{'against LoRA':>14}{'gradient error':>16}"]
     for entry in figures:
         seconds = statistics.median(entry.step_seconds)
         error = "reference" if entry.method == "lora" else f"{entry.gradient_error:.1e}"
+        if entry.method not in EXACT_METHODS:
+            error = f"cosine {entry.gradient_cosine:.2f}"
         lines.append(
             f"{METHOD_TITLES[entry.method]:<32}{_mebibytes(entry.peak_bytes):>12}{f'{seconds:.2f} s':>12}"
             f"{f'{entry.time_ratio:.2f} x':>14}{error:>16}"
         )
-    ours, theirs = by_method["mesp"], by_method["lora-checkpointing"]
-    ratio = paired_ratio(ours.step_seconds, theirs.step_seconds)
-    if ours.peak_bytes is not None and theirs.peak_bytes is not None:
+    theirs = by_method["lora-checkpointing"]
+    for name in ("mesp", "sage"):
+        ours = by_method.get(name)
+        if ours is None or ours.peak_bytes is None or theirs.peak_bytes is None:
+            continue
+        ratio = paired_ratio(ours.step_seconds, theirs.step_seconds)
         lines.append(
-            f"MeSP takes {ours.peak_bytes / theirs.peak_bytes:.2f} of the memory of gradient checkpointing and "
-            f"{ratio:.2f} of its step time ({len(ours.step_seconds)} paired runs)."
+            f"{METHOD_TITLES[name]} takes {ours.peak_bytes / theirs.peak_bytes:.2f} of the memory of gradient "
+            f"checkpointing and {ratio:.2f} of its step time ({len(ours.step_seconds)} paired runs)."
         )
     return "\n".join(lines)
 

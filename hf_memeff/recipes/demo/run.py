@@ -12,7 +12,12 @@ from torch import Tensor
 
 from hf_memeff.benchmarks.comparison import with_shared_weights, wrap
 from hf_memeff.benchmarks.results import Environment
-from hf_memeff.recipes.demo.comparison import compare_methods, plan_comparison, shortest_comparison
+from hf_memeff.recipes.demo.comparison import (
+    compare_methods,
+    compared_methods,
+    plan_comparison,
+    shortest_comparison,
+)
 from hf_memeff.recipes.demo.options import RECORD_NAME, DemoOptions, check_options, write_json
 from hf_memeff.recipes.demo.reload import score_in_stock_peft
 from hf_memeff.recipes.demo.report import DemoResult, Judgement, announcement, model_line, outcome, table, training_line
@@ -105,8 +110,11 @@ def run_demo(options: DemoOptions, say: Callable[[str], object] = print) -> Demo
 
     model.train()
     step_seconds = seconds_per_step(model, setting.train_tokens, setting.pad_id)
+    methods = len(compared_methods(options.method))
     step_tokens = BATCH_ROWS * _mean_length(setting.train_tokens)
-    rest_seconds = shortest_comparison(step_seconds / step_tokens).seconds + score_seconds + _STOCK_PEFT_START_SECONDS
+    rest_seconds = (
+        shortest_comparison(step_seconds / step_tokens, methods).seconds + score_seconds + _STOCK_PEFT_START_SECONDS
+    )
     train_deadline = deadline - _SAFETY * rest_seconds
     steps = affordable_steps(options.steps, step_seconds, train_deadline - time.monotonic())
     report(training_line(options, steps, step_seconds))
@@ -137,9 +145,10 @@ def run_demo(options: DemoOptions, say: Callable[[str], object] = print) -> Demo
         run.seconds / run.steps / step_tokens,
         run.steps,
         min(60 * options.minutes * _COMPARISON_SHARE, deadline - time.monotonic()),
+        methods,
     )
     report(f"Comparing the methods on 1 x {plan.tokens} random tokens in fp32, adapters with random B ...")
-    figures = compare_methods(setting.base, plan, device, deadline - plan.seconds / plan.rounds)
+    figures = compare_methods(setting.base, options.method, plan, device, deadline - plan.seconds / plan.rounds)
     result = DemoResult(
         method=options.method,
         model=setting.source.published_name or setting.source.path,

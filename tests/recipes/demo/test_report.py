@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_memeff.benchmarks.comparison import METHODS, MethodFigures, wrap
+from hf_memeff.benchmarks.comparison import EXACT_METHODS, MethodFigures, wrap
 from hf_memeff.benchmarks.results import Environment
 from hf_memeff.recipes.demo.options import DemoOptions
 from hf_memeff.recipes.demo.report import (
@@ -41,7 +41,7 @@ def result() -> DemoResult:
         logit_difference=2e-6,
         foreign_modules=[],
         comparison_tokens=512,
-        comparison=[MethodFigures(name, peaks[name], (2.0, 3.0, 10.0), 1.5, 3e-7) for name in METHODS],
+        comparison=[MethodFigures(name, peaks[name], (2.0, 3.0, 10.0), 1.5, 3e-7, 0.75) for name in EXACT_METHODS],
         total_seconds=300.0,
         environment=Environment.here(),
     )
@@ -80,6 +80,13 @@ def test_the_table_has_every_method_and_the_ratios(result: DemoResult) -> None:
     assert "reference" in lines[1]
     assert "3.0e-07" in lines[3]
     assert "MeSP takes 0.25 of the memory of gradient checkpointing and 1.00 of its step time (3 paired" in lines[4]
+
+
+def test_an_approximate_method_shows_its_cosine(result: DemoResult) -> None:
+    sage = MethodFigures("sage", 100 * 2**20, (1.0, 1.5, 5.0), 0.75, 0.8, 0.654)
+    lines = table([*result.comparison, sage]).splitlines()
+    assert lines[4].startswith("SAGE") and "cosine 0.65" in lines[4]
+    assert "SAGE takes 0.50 of the memory of gradient checkpointing and 0.50 of its step time" in lines[-1]
 
 
 def test_what_is_not_measured_is_never_a_number(result: DemoResult) -> None:
