@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from hf_memeff.integrations.anchor.calibrate import calibrate_anchor
-from hf_memeff.integrations.anchor.calls import attend_densely, dense_reason, read_call
+from hf_memeff.integrations.anchor.calls import attend_densely, attend_sparsely, dense_reason, read_call
 from hf_memeff.integrations.anchor.masks import anchor_mask, is_traced
 from hf_memeff.integrations.anchor.report import AnchorReport, LayerReport, anchor_report
 from hf_memeff.integrations.anchor.settings import layer_state, set_anchor_config, use_anchor_config
 from hf_memeff.ops.anchor.config import AnchorAttentionConfig
-from hf_memeff.ops.anchor.dispatch import anchor_attention
 
 __all__ = [
     "NAME",
@@ -107,16 +106,7 @@ def anchor_attention_forward(
     if reason is not None:
         state.dense_calls[reason] += 1
         return attend_densely(call), None
-    result = anchor_attention(
-        query,
-        call.key,
-        call.value,
-        segments=call.segments or (),
-        thetas=state.config.head_thresholds(state.layer, query.shape[1]),
-        config=state.config,
-        scale=scale,
-        sinks=call.sinks,
-    )
+    result = attend_sparsely(call, state.config.head_thresholds(state.layer, query.shape[1]), state.config)
     state.count(result)
     return result.out.transpose(1, 2).contiguous(), None
 

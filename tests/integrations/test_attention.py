@@ -13,10 +13,6 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoModel,
-    DynamicCache,
-    GenerationConfig,
-    PreTrainedModel,
-    StaticCache,
 )
 
 from helpers import fill_adapters, run_python
@@ -28,21 +24,20 @@ from hf_memeff.integrations.attention import (
     set_anchor_config,
     unregister_anchor,
 )
-from integrations.anchor._models import LOGITS, SUPERBLOCK, assert_equal_to_eager, build, keep_all, logits, tokens
+from integrations.anchor._models import (
+    LOGITS,
+    SUPERBLOCK,
+    assert_equal_to_eager,
+    build,
+    keep_all,
+    logits,
+    padded,
+    tokens,
+)
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt_oss", "deepseek_v3"]
 SPARSE = {"llama": 2, "qwen2": 2, "qwen3": 2, "mistral": 0, "gemma2": 0, "gpt_oss": 1, "deepseek_v3": 2}
 """Layers of each that are sparse: not those with a window, nor those with a softcap."""
-
-
-def padded(rows: int, length: int, side: str) -> dict[str, Tensor]:
-    """Ids and mask; row 0 misses a third."""
-    ids = tokens(rows, length)
-    mask = torch.ones_like(ids)
-    if side != "none":
-        missing = slice(0, length // 3) if side == "left" else slice(length - length // 3, length)
-        mask[0, missing] = 0
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 @pytest.mark.parametrize("side", ["none", "left", "right"])
@@ -52,39 +47,6 @@ def test_families_and_padding(family: str, length: int, side: str) -> None:
     model = build(family)
     assert_equal_to_eager(model, **padded(2, length, side))
     assert anchor_report(model).sparse_calls == (SPARSE[family] if length > SUPERBLOCK else 0)
-
-
-def greedy(model: PreTrainedModel, kind: str, inputs: dict[str, Tensor], **settings: Any) -> tuple[Tensor, Tensor]:
-    """Generated ids and the logits of each step."""
-    model.set_attn_implementation(kind)
-    set_anchor_config(model, keep_all())
-    config = GenerationConfig(
-        max_new_tokens=6, do_sample=False, return_dict_in_generate=True, output_logits=True, pad_token_id=0, **settings
-    )
-    out = model.generate(**inputs, generation_config=config)
-    return out.sequences, torch.stack(out.logits)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"cache_implementation": "static", "disable_compile": True},
-        {"prefill_chunk_size": 64},
-        {"num_beams": 3},
-        {"use_cache": False},
-    ],
-    ids=["dynamic", "static", "chunked", "beams", "no_cache"],
-)
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
-def test_generation_is_eagers(family: str, settings: dict[str, Any]) -> None:
-    model = build(family)
-    inputs = padded(2, 100, "left")
-    expected, found = (greedy(model, kind, inputs, **settings) for kind in ("eager", NAME))
-    assert torch.equal(found[0], expected[0])
-    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=LOGITS)
-    if family == "llama":
-        assert anchor_report(model).sparse_calls > 0
 
 
 def test_c49_packed_samples_do_not_see_each_other() -> None:
@@ -146,83 +108,6 @@ def test_c52_a_token_changes_nothing_before_it(family: str) -> None:
     torch.testing.assert_close(logits(model, NAME, keep, input_ids=ids)[:, :70], before[:, :70], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("length", [1, 5, 16, 40, 129])
-def test_c53_a_left_padded_row_is_the_row_alone(length: int) -> None:
-    model = build("llama")
-    ids = tokens(2, 129)
-    mask = torch.ones_like(ids)
-    mask[0, : 129 - length] = 0
-    expected = greedy(model, "eager", {"input_ids": ids[:1, 129 - length :]}, min_new_tokens=6)
-    together = greedy(model, NAME, {"input_ids": ids, "attention_mask": mask}, min_new_tokens=6)
-    torch.testing.assert_close(together[1][:, 0], expected[1][:, 0], rtol=0, atol=LOGITS)
-    # sparse too: keys are counted from the first real token, so the same ones are kept
-    config = keep_all(theta=1.0)
-    alone = logits(model, NAME, config, input_ids=ids[:1, 129 - length :])
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    found = logits(model, NAME, config, input_ids=ids, attention_mask=mask, position_ids=positions)
-    torch.testing.assert_close(found[:1, 129 - length :], alone, rtol=0, atol=LOGITS)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "mistral"])
-@pytest.mark.parametrize("splits", [(100, 20), (64, 56), (97, 23), (40, 40, 40), (50,) + (1,) * 5])
-def test_c58_continued_prefill_is_the_whole(family: str, splits: tuple[int, ...]) -> None:
-    model = build(family)
-    ids = tokens(2, sum(splits))
-    expected = logits(model, "eager", input_ids=ids)
-    model.set_attn_implementation(NAME)
-    set_anchor_config(model, keep_all())
-    cache, parts = DynamicCache(config=model.config), []
-    for part in ids.split(splits, 1):
-        with torch.no_grad():
-            parts.append(model(input_ids=part, past_key_values=cache, use_cache=True).logits)
-    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=0, atol=LOGITS)
-
-
-def test_c58_a_sparse_chunk_keeps_to_the_superblocks_of_the_whole() -> None:
-    model = build("llama")
-    ids = tokens(1, 4 * SUPERBLOCK)
-    config = keep_all(theta=1.0)
-    expected = logits(model, NAME, config, input_ids=ids)
-    cache, parts = DynamicCache(config=model.config), []
-    for part in ids.split(2 * SUPERBLOCK, 1):
-        with torch.no_grad():
-            parts.append(model(input_ids=part, past_key_values=cache, use_cache=True).logits)
-    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=0, atol=LOGITS)
-
-
-def test_c58_assisted_decoding_gives_the_tokens_of_plain_decoding() -> None:
-    model, assistant = build("llama"), build("llama", num_hidden_layers=1)
-    inputs = {"input_ids": tokens(1, 100)}
-    expected = greedy(model, "eager", inputs)[0]
-    model.set_attn_implementation(NAME)
-    assistant.set_attn_implementation(NAME)
-    found = model.generate(**inputs, assistant_model=assistant, max_new_tokens=6, do_sample=False)
-    assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("prompt", [7, 40, 200])
-def test_c59_unfilled_slots_of_a_static_cache_are_not_keys(prompt: int) -> None:
-    model = build("llama")
-    ids = tokens(2, prompt + 3)
-    expected = logits(model, "eager", input_ids=ids)
-    model.set_attn_implementation(NAME)
-    set_anchor_config(model, keep_all())
-    cache = StaticCache(config=model.config, max_cache_len=256)
-    with torch.no_grad():
-        model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
-        cache.reset()
-        for layer in cache.layers:  # whatever is in a slot before it is filled
-            layer.keys.fill_(1e4)
-            layer.values.fill_(1e4)
-        parts = [model(input_ids=ids[:, :prompt], past_key_values=cache, use_cache=True).logits]
-        parts += [
-            model(input_ids=ids[:, t : t + 1], past_key_values=cache, use_cache=True).logits
-            for t in range(prompt, prompt + 3)
-        ]
-    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=0, atol=LOGITS)
-    assert anchor_report(model).sparse_calls == (2 if prompt > SUPERBLOCK else 0)
-
-
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "gpt_oss"])
 def test_c60_windows_hold(family: str) -> None:
     assert_equal_to_eager(build(family), input_ids=tokens(2, 100))
@@ -238,19 +123,6 @@ def test_c60_nothing_outside_every_window_is_seen() -> None:
     assert torch.equal(after[:, -1], before[:, -1])
     assert not torch.equal(after[:, 30], before[:, 30])
     assert anchor_report(model).dense_calls == {"sliding window": 2}
-
-
-def test_c62_sinks_take_their_share_also_in_decoding() -> None:
-    model = build("gpt_oss")
-    inputs = padded(2, 100, "left")
-    expected, found = (greedy(model, kind, inputs) for kind in ("eager", NAME))
-    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=LOGITS)
-    assert anchor_report(model).sparse_calls > 0
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("sinks"):
-                parameter.fill_(-1e4)
-    assert (logits(model, NAME, **inputs) - logits(build("gpt_oss"), NAME, **inputs)).abs().max() > 1e-3
 
 
 def test_c63_values_of_another_size_end_to_end() -> None:

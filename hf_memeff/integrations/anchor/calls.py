@@ -17,7 +17,9 @@ from hf_memeff.ops.anchor.config import AnchorAttentionConfig
 from hf_memeff.ops.anchor.dispatch import anchor_attention, every_key_kept
 from hf_memeff.ops.anchor.layout import boundaries, layout_mask, layout_segments, plain_segments, restarts
 from hf_memeff.ops.anchor.masked import masked_attention
+from hf_memeff.ops.anchor.result import AnchorResult
 from hf_memeff.ops.anchor.tiling import Segment, has_candidates
+from hf_memeff.ops.precision import autocast_dtype
 
 NEVER_SPARSE = frozenset({"decode", "not causal", "training", "gradient", "sliding window", "short", "every key kept"})
 """Reasons that are how it should be; the others are what ``strict`` turns into an error."""
@@ -62,7 +64,8 @@ class AttentionCall:
     @property
     def wants_grad(self) -> bool:
         """Whether autograd follows this call."""
-        return torch.is_grad_enabled() and any(x.requires_grad for x in (self.query, self.key, self.value))
+        inputs = (self.query, self.key, self.value, self.sinks, self.position_bias)
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
 def read_call(
@@ -86,8 +89,17 @@ def read_call(
     """Make sense of the arguments of `anchor_attention_forward`; ``causal`` is ``None`` where nobody says.
 
     Raises:
-        ValueError: sequence lengths that don't belong to these rows.
+        ValueError: a mask, sequence lengths or sinks that don't belong to these rows and heads.
     """
+    if s_aux is not None and s_aux.shape != query.shape[1:2]:
+        raise ValueError(
+            f"got s_aux {tuple(s_aux.shape)}, expected one sink per query head, ({query.shape[1]},). "
+            'Fix: load this model with attn_implementation="eager".'
+        )
+    # what autocast would make of them in any attention function; it may leave them with two dtypes
+    dtype = autocast_dtype(query.device.type)
+    if dtype is not None:
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     layout = None
     if mask is not None and mask.ndim == 2:
         if not query.shape[2] <= mask.shape[1] <= key.shape[2]:
@@ -158,12 +170,13 @@ _memory: tuple[Callable[[], Tensor | None], int, dict[Any, Any]] | None = None
 
 def _remembered(source: Tensor, key: Any, make: Callable[[], Any]) -> Any:
     global _memory
+    if is_traced() or source.is_inference():  # which has no version to tell a changed tensor by
+        return make()
     entry = _memory
-    version = -1 if source.is_inference() else source._version
-    if entry is None or entry[0]() is not source or entry[1] != version:
+    if entry is None or entry[0]() is not source or entry[1] != source._version:
         made: dict[Any, Any] = {}
         # nothing outlives the mask that it was made from
-        entry = _memory = (weakref.ref(source, lambda _: made.clear()), version, made)
+        entry = _memory = (weakref.ref(source, lambda _: made.clear()), source._version, made)
     if key not in entry[2]:
         entry[2][key] = make()
     return entry[2][key]
@@ -239,16 +252,17 @@ def attend_densely(call: AttentionCall) -> Tensor:
             f"{type(call.module).__name__} asks for position_bias with softcap or sinks, which "
             'attn_implementation="anchor" has no dense form of. Fix: load this model with attn_implementation="eager".'
         )
-    out = masked_attention(
-        call.query,
-        call.key,
-        call.value,
-        mask,
-        scale=call.scale,
-        softcap=call.softcap,
-        sinks=call.sinks,
-        dropout=call.dropout,
-    )
+    with torch.autocast(call.query.device.type, enabled=False):
+        out = masked_attention(
+            call.query,
+            call.key,
+            call.value,
+            mask,
+            scale=call.scale,
+            softcap=call.softcap,
+            sinks=call.sinks,
+            dropout=call.dropout,
+        )
     return out.transpose(1, 2).contiguous()
 
 
@@ -271,16 +285,7 @@ def _one_by_one(call: AttentionCall, simple: bool) -> Tensor:
     segments = call.segments or ()
     if not simple:
         every = AnchorAttentionConfig(min_length=2**31 - 1)
-        return anchor_attention(
-            call.query,
-            call.key,
-            call.value,
-            segments=segments,
-            thetas=[0.0] * call.query.shape[1],
-            config=every,
-            scale=call.scale,
-            sinks=call.sinks,
-        ).out
+        return attend_sparsely(call, [0.0] * call.query.shape[1], every).out
     out = call.query.new_zeros(*call.query.shape[:3], call.value.shape[-1])
     for segment in segments:
         row = slice(segment.batch, segment.batch + 1)
@@ -294,6 +299,21 @@ def _one_by_one(call: AttentionCall, simple: bool) -> Tensor:
             enable_gqa=call.query.shape[1] != call.key.shape[1],
         )
     return out
+
+
+def attend_sparsely(call: AttentionCall, thetas: Sequence[float], config: AnchorAttentionConfig) -> AnchorResult:
+    """AnchorAttention of a call, whose sums autocast does not touch."""
+    with torch.autocast(call.query.device.type, enabled=False):
+        return anchor_attention(
+            call.query,
+            call.key,
+            call.value,
+            segments=call.segments or (),
+            thetas=thetas,
+            config=config,
+            scale=call.scale,
+            sinks=call.sinks,
+        )
 
 
 def _causal_mask(call: AttentionCall, window: int | None) -> Tensor:

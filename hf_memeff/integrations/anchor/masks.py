@@ -25,19 +25,23 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
+def _causal(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+    return key <= row
+
+
 def anchor_mask(
     batch_size: int,
-    q_length: int,
-    kv_length: int,
+    q_length: int | None = None,
+    kv_length: int = 0,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
-    *,
-    mask_function: Callable[..., Tensor],
+    mask_function: Callable[..., Tensor] = _causal,
     attention_mask: Tensor | None = None,
+    *,
     allow_is_causal_skip: bool = True,
     use_vmap: bool = False,
     config: Any = None,
-    device: torch.device | str = "cpu",
+    cache_position: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
     """The mask of a forward pass.
@@ -47,13 +51,15 @@ def anchor_mask(
     key and its own, and not the key after it; so a window, or a chunk, is not taken for plain causal.
 
     Args:
-        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device: as transformers'
+        batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask: as transformers'
             ``sdpa_mask``; ``q_offset`` is a tensor under a static cache.
         allow_is_causal_skip: transformers' word that nothing but padding was added to a causal, sliding or chunked
             mask.
         use_vmap: a user's function is part of the mask.
         config: the model's.
-        kwargs: passed on to ``sdpa_mask``.
+        cache_position: positions of the queries, which transformers before 5.2 passes in place of ``q_length`` and
+            ``q_offset``.
+        kwargs: passed on to ``sdpa_mask``; ``device`` among them.
 
     Returns:
         ``None`` for plain causal rows that have no keys but their own; (B, K) for causal rows with padding, with
@@ -63,31 +69,35 @@ def anchor_mask(
     """
     whole = {
         "batch_size": batch_size,
-        "q_length": q_length,
         "kv_length": kv_length,
-        "q_offset": q_offset,
         "kv_offset": kv_offset,
         "mask_function": mask_function,
         "attention_mask": attention_mask,
         "allow_is_causal_skip": allow_is_causal_skip,
         "use_vmap": use_vmap,
         "config": config,
-        "device": device,
         **kwargs,
     }
-    if is_traced() or q_length == 1:
+    if cache_position is None:
+        rows = 0 if q_length is None else q_length  # symbolic while a program is exported
+        whole |= {"q_length": q_length, "q_offset": q_offset}
+    else:
+        rows, q_offset = cache_position.shape[0], cache_position[0]
+        whole["cache_position"] = cache_position
+    if is_traced() or rows == 1:
         return _whole_mask(whole)
     # a decoder that was told to be bidirectional still calls its layers causal: the mask has to say otherwise
     if not getattr(config, "is_causal", True):
         whole["allow_is_bidirectional_skip"] = False
     # without a mask the attention function takes rows for the last ones, transformers' for the first
     whole["allow_is_causal_skip"] = False
-    if use_vmap or kv_offset != 0:
+    offset, filled = int(q_offset), int(q_offset) + rows
+    if use_vmap or kv_offset != 0 or filled > kv_length:
         return _whole_mask(whole)
-    offset, filled = int(q_offset), int(q_offset) + q_length
+    device = torch.device(kwargs.get("device") or (cache_position.device if cache_position is not None else "cpu"))
     real = _real_keys(attention_mask, batch_size, filled)
-    ask = _Question(mask_function, batch_size, offset, q_length, torch.device(device))
-    if filled > kv_length or not ask.is_causal():
+    ask = _Question(mask_function, batch_size, offset, rows, device)
+    if not ask.is_causal():
         return _whole_mask(whole)
     if not allow_is_causal_skip:
         packed = ask.packed() if attention_mask is None and offset == 0 and filled == kv_length else None

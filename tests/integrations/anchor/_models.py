@@ -92,6 +92,16 @@ def tokens(rows: int, length: int, seed: int = 3) -> Tensor:
     return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
+def padded(rows: int, length: int, side: str) -> dict[str, Tensor]:
+    """Ids and mask; row 0 misses a third."""
+    ids = tokens(rows, length)
+    mask = torch.ones_like(ids)
+    if side != "none":
+        missing = slice(0, length // 3) if side == "left" else slice(length - length // 3, length)
+        mask[0, missing] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
 def logits(model: nn.Module, kind: str, config: AnchorAttentionConfig | None = None, **inputs: Any) -> Tensor:
     """Logits under an attention implementation."""
     model.set_attn_implementation(kind)

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForImageTextToText
 
 from hf_memeff.integrations.anchor import calls
 from hf_memeff.integrations.anchor.calls import attend_densely, dense_reason, read_call
@@ -187,92 +185,65 @@ def test_a_mask_is_read_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> 
     assert read_call(module(), q, k, v, layout, True, 1.0, 0.0).segments != before
 
 
-def vision_language(kind: str) -> nn.Module:
-    text = {
-        "vocab_size": 128,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    if kind == "llava":
-        config = transformers.LlavaConfig(
-            vision_config=transformers.CLIPVisionConfig(**vision, image_size=28, patch_size=14),
-            text_config=transformers.LlamaConfig(**text),
-            image_token_index=5,
-            vision_feature_select_strategy="full",
-            image_seq_length=5,
-        )
-    else:
-        config = transformers.MllamaConfig(
-            vision_config={
-                **vision,
-                "attention_heads": 2,
-                "num_global_layers": 1,
-                "image_size": 28,
-                "patch_size": 14,
-                "max_num_tiles": 1,
-                "vision_output_dim": 64,
-                "intermediate_layers_indices": [0],
-                "supported_aspect_ratios": [[1, 1]],
-            },
-            text_config={
-                **text,
-                "cross_attention_layers": [1],
-                "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-                "pad_token_id": 0,
-            },
-            image_token_index=127,
-        )
-    torch.manual_seed(0)
-    return AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
-
-
-def seen_by(kind: str) -> dict[str, Tensor]:
-    ids = tokens(1, 100) % 100 + 20
-    torch.manual_seed(1)
-    if kind == "llava":
-        ids[:, 3:8] = 5
-        return {"input_ids": ids, "pixel_values": torch.randn(1, 3, 28, 28)}
-    return {
-        "input_ids": ids,
-        "pixel_values": torch.randn(1, 1, 1, 3, 28, 28),
-        "aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long),
-        "aspect_ratio_mask": torch.ones(1, 1, 1, dtype=torch.long),
-        "cross_attention_mask": torch.ones(1, 100, 1, 1, dtype=torch.long),
-    }
-
-
-@pytest.mark.parametrize("kind", ["llava", "mllama"])
-def test_c51_the_text_decoder_is_sparse_and_the_vision_tower_dense(kind: str) -> None:
-    model = vision_language(kind)
-    expected = logits(model, "eager", **seen_by(kind))
-    found = logits(model, NAME, keep_all(), **seen_by(kind))
-    torch.testing.assert_close(found, expected, rtol=0, atol=LOGITS)
-    report = anchor_report(model)
-    assert report.sparse_calls >= 1
-    for layer in report.layers:
-        called = layer.sparse_calls or layer.dense_calls
-        if called and "language_model" not in layer.name:
-            assert layer.sparse_calls == 0 and set(layer.dense_calls) == {"not causal"}, layer.name
-    assert NAME in report.implementations.values()
-
-
-def test_c51_only_the_sub_model_that_is_named_gets_it() -> None:
-    model = vision_language("llava")
-    expected = logits(model, "eager", **seen_by("llava"))
-    model.set_attn_implementation({"text_config": NAME, "vision_config": "sdpa"})
-    set_anchor_config(model, keep_all())
-    with torch.no_grad():
-        torch.testing.assert_close(model(**seen_by("llava")).logits, expected, rtol=0, atol=LOGITS)
-    kinds = anchor_report(model).implementations
-    assert sorted(kinds.values()).count(NAME) == 1 and "sdpa" in kinds.values()
-
-
 def test_default_settings_leave_short_prompts_to_sdpa_bit_for_bit() -> None:
     model = build("llama")
     for inputs in ({"input_ids": tokens(2, 100)}, {"input_ids": tokens(1, 1)}):
         expected = logits(model, "sdpa", **inputs)
         assert torch.equal(logits(model, NAME, AnchorAttentionConfig(), **inputs), expected)
+
+
+def test_under_autocast_sums_are_whole_and_the_result_is_what_half_precision_inputs_give() -> None:
+    q, k, v = tensors()
+    layer = module()
+    layer.layer_idx = 0
+    for special in ({}, {"softcap": 0.5}):
+        for config in (keep_all(), AnchorAttentionConfig()):
+            set_anchor_config(layer, config)
+            half = (x.to(torch.bfloat16) for x in (q, k, v))
+            expected, _ = anchor_attention_forward(layer, *half, None, **special)
+            with torch.autocast("cpu", torch.bfloat16):
+                # a model's rotary embedding may leave queries and keys in float32
+                found, _ = anchor_attention_forward(layer, q, k, v.to(torch.bfloat16), None, **special)
+            assert found.dtype == torch.bfloat16
+            assert torch.equal(found, expected)
+
+
+def test_sinks_of_another_shape_are_refused() -> None:
+    q, k, v = tensors()
+    with pytest.raises(ValueError, match="one sink per query head"):
+        read_call(module(), q, k, v, None, True, 1.0, 0.0, s_aux=torch.zeros(2))
+
+
+def test_a_trained_sink_alone_is_a_gradient() -> None:
+    q, k, v = tensors()
+    call = read_call(module(), q, k, v, None, True, 8**-0.5, 0.0, s_aux=torch.zeros(4, requires_grad=True))
+    assert dense_reason(call, keep_all(), 0) == "gradient"
+    assert attend_densely(call).requires_grad
+
+
+def test_a_mask_that_is_changed_in_inference_mode_is_read_again() -> None:
+    q, k, v = tensors()
+    with torch.inference_mode():
+        layout = LAYOUTS["left"] + 0
+        before = read_call(module(), q, k, v, layout, True, 1.0, 0.0).segments
+        layout[0, :30] = 0
+        assert read_call(module(), q, k, v, layout, True, 1.0, 0.0).segments != before
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_a_compiled_model_is_dense_and_right(family: str) -> None:
+    model = build(family)
+    ids = tokens(2, 100)
+    mask = torch.ones_like(ids)
+    mask[0, :30] = 0
+    expected = logits(model, "eager", input_ids=ids, attention_mask=mask)
+    model.set_attn_implementation(NAME)
+    set_anchor_config(model, keep_all(theta=-5.0))
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        found = compiled(input_ids=ids, attention_mask=mask).logits
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=0, atol=LOGITS)
+    for layer in model.model.layers:  # layers compiled by themselves get the mask that an uncompiled model makes
+        layer.compile(backend="eager")
+    found = logits(model, NAME, input_ids=ids, attention_mask=mask)
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=0, atol=LOGITS)

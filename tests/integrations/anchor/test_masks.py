@@ -158,3 +158,14 @@ def test_a_row_without_a_real_token_is_no_reason_for_a_whole_mask() -> None:
     real = padding("left")
     real[1] = False
     assert torch.equal(ask(attention_mask=real), real)
+
+
+@pytest.mark.parametrize("offset", [0, 7])
+def test_positions_in_place_of_lengths_as_older_transformers_pass_them(offset: int) -> None:
+    positions = torch.arange(offset, offset + 20)
+    arguments = {"batch_size": 2, "kv_length": offset + 20, "mask_function": causal_mask_function}
+    found = anchor_mask(**arguments, cache_position=positions)
+    assert found is None if offset == 0 else found.shape == (2, 27) and bool(found.all())
+    real = torch.ones(2, offset + 20, dtype=torch.bool)
+    real[0, :3] = False
+    assert torch.equal(anchor_mask(**arguments, cache_position=positions, attention_mask=real), real)
