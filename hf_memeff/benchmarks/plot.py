@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,11 @@ def plot_results(results: Sequence[MethodResult], path: Path) -> bool:
         False if nothing was drawn: matplotlib is not installed, or there is no sweep.
     """
     sweep = length_sweep(results)
-    if not sweep or importlib.util.find_spec("matplotlib") is None:
+    if not sweep or not can_plot():
         return False
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    with rc_context({"svg.hashsalt": "hf_memeff", "svg.fonttype": "none", "font.size": 9}):
-        figure = Figure(figsize=(9.0, 4.2), layout="constrained", facecolor="white")
-        FigureCanvasSVG(figure)
+    first = sweep[0]
+    title = f"{first.model}, {first.dtype}, rank {first.rank}, {first.environment.gpu or 'CPU'}"
+    with svg_figure(path, title) as figure:
         memory, time = figure.subplots(1, 2)
         for name in METHODS:
             own = [result for result in sweep if result.method == name]
@@ -53,12 +50,35 @@ def plot_results(results: Sequence[MethodResult], path: Path) -> bool:
             axes.grid(alpha=0.3)
         handles, labels = memory.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-        first = sweep[0]
-        figure.suptitle(
-            f"{first.model}, {first.dtype}, rank {first.rank}, {first.environment.gpu or 'CPU'}", fontsize=10
-        )
-        figure.savefig(path, format="svg", metadata={"Date": None})
     return True
+
+
+def can_plot() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+@contextmanager
+def svg_figure(path: Path, title: str) -> Iterator[Any]:
+    """A figure in this project's style, written when the block ends; what is drawn alike has the same bytes.
+
+    Args:
+        path: SVG file; its folder exists.
+        title: of the figure.
+
+    Yields:
+        The `matplotlib.figure.Figure`.
+    """
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    with rc_context({"svg.hashsalt": "hf_memeff", "svg.fonttype": "none", "font.size": 9}):
+        figure = Figure(figsize=(9.0, 4.2), layout="constrained", facecolor="white")
+        FigureCanvasSVG(figure)
+        yield figure
+        figure.suptitle(title, fontsize=10)
+        figure.savefig(path, format="svg", metadata={"Date": None})
 
 
 def _line(axes: Any, points: Sequence[tuple[int, float]], name: str) -> None:

@@ -1,9 +1,10 @@
-"""`hf-memeff bench sage`: learning, steps and gradients of SAGE, each part resumable."""
+"""`hf-memeff bench sage`: steps, learning and gradients of SAGE, each part resumable."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +14,32 @@ from tqdm.auto import tqdm
 from hf_memeff.benchmarks.arguments import add_output, at_least
 from hf_memeff.benchmarks.progress import progress
 from hf_memeff.benchmarks.results import Environment
-from hf_memeff.benchmarks.sage_learning import LEARNING_NAMES, SEEDS, Learning, LearningPlan, planned_runs
-from hf_memeff.benchmarks.sage_methods import BUDGETS
-from hf_memeff.benchmarks.sage_results import LearningResult, Shelf, joined
-from hf_memeff.benchmarks.sage_tables import learning_table
-from hf_memeff.benchmarks.sage_text import DATA_SETS, DataError, read_texts
+from hf_memeff.benchmarks.sage_claims import claims_table
+from hf_memeff.benchmarks.sage_cosine import CosinePlan, Cosines, planned_cosines
+from hf_memeff.benchmarks.sage_learning import SEEDS, Learning, LearningPlan, best_rate, planned_runs
+from hf_memeff.benchmarks.sage_methods import BUDGETS, LORA, NAMES, SALIENCIES
+from hf_memeff.benchmarks.sage_plot import plot_cosines, plot_learning
+from hf_memeff.benchmarks.sage_results import CosineResult, LearningResult, Shelf, StepResult, joined, learning_key
+from hf_memeff.benchmarks.sage_steps import StepPlan, Steps, planned_steps, read_ids
+from hf_memeff.benchmarks.sage_tables import cosine_table, learning_table, steps_table
+from hf_memeff.benchmarks.sage_text import DATA_SETS, DataError, in_order, read_rows, read_texts
 
-PARTS = ("learning",)
+PARTS = ("steps", "learning", "cosine")
 
 _DESCRIPTION = """\
 Measure what SAGE costs, saves and learns, against LoRA and MeSP on SmolLM2-135M with real weights:
+  steps     peak memory, cached bytes and paired step time on 4 rows of 512 tokens; half an hour on one core
   learning  LoRA, MeSP and SAGE in each saliency and budget, trained on the same rows with LoRA's best learning rate of
-            three, judged on held-out rows; 15 minutes a run on one core, many runs
+            three, judged on held-out rows; about 15 minutes a run on one core, 42 runs for each data set
+  cosine    SAGE's gradients against the exact ones, at random adapters and after LoRA's training; three hours
 Every result is a file of its own as soon as it is there. Run the same command again to go on: what is there is not
 measured again, and the tables name what is missing.
 """
 _EXAMPLES = """\
 examples:
-  hf-memeff bench sage --data FOLDER                       everything; a day on one core
-  hf-memeff bench sage --only learning --data FOLDER --methods sage-gradient sage-random --budgets 0.25
-  hf-memeff bench sage --only learning --data FOLDER --dataset boolq --seeds 0
+  hf-memeff bench sage --data FOLDER                        everything; a day on one core
+  hf-memeff bench sage --data FOLDER --only steps cosine    cost and direction without training
+  hf-memeff bench sage --data FOLDER --only learning --dataset gsm8k --methods sage-gradient --budgets 0.25 --seeds 0
 """
 
 
@@ -45,19 +52,34 @@ def add_command(commands: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=f"{', '.join(PARTS)} (all)"
-    )
     files = ", ".join(name for data in DATA_SETS.values() for name in (data.train, data.test))
-    parser.add_argument("--data", type=Path, metavar="FOLDER", help=f"folder with {files}")
+    parser.add_argument("--data", type=Path, metavar="FOLDER", help=f"folder with {files}; needed")
     parser.add_argument(
-        "--dataset", nargs="+", choices=DATA_SETS, default=list(DATA_SETS), metavar="D", help=", ".join(DATA_SETS)
+        "--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=f"{', '.join(PARTS)}"
     )
     parser.add_argument(
-        "--methods", nargs="+", choices=LEARNING_NAMES, default=[], metavar="M", help=", ".join(LEARNING_NAMES)
+        "--dataset",
+        nargs="+",
+        choices=DATA_SETS,
+        default=list(DATA_SETS),
+        metavar="D",
+        help=f"to train on: {', '.join(DATA_SETS)}; the first also gives the text of the other parts",
     )
     parser.add_argument(
-        "--budgets", nargs="+", type=_budget, default=list(BUDGETS), metavar="B", help="token budgets of SAGE"
+        "--methods",
+        nargs="+",
+        choices=NAMES,
+        default=list(NAMES),
+        metavar="M",
+        help=f"{', '.join(NAMES)}; LoRA is always there to compare with",
+    )
+    parser.add_argument(
+        "--budgets",
+        nargs="+",
+        type=_budget,
+        default=list(BUDGETS),
+        metavar="B",
+        help=f"token budgets of SAGE (default: {' '.join(map(str, BUDGETS))})",
     )
     parser.add_argument(
         "--seeds",
@@ -65,7 +87,7 @@ def add_command(commands: Any) -> None:
         type=at_least(0),
         default=list(SEEDS),
         metavar="N",
-        help="of the training runs; LoRA's learning rate is chosen on the first (default: 0 1 2)",
+        help=f"of training; the first chooses LoRA's learning rate (default: {' '.join(map(str, SEEDS))})",
     )
     parser.add_argument(
         "--steps",
@@ -74,13 +96,20 @@ def add_command(commands: Any) -> None:
         metavar="N",
         help="optimizer steps of a training run (default: %(default)s)",
     )
-    add_output(parser, "results and plots")
+    parser.add_argument(
+        "--rounds",
+        type=at_least(0),
+        default=StepPlan.rounds,
+        metavar="N",
+        help="timed rounds of the part steps (default: %(default)s)",
+    )
+    add_output(parser, "results, trained adapters and plots")
 
 
 def run(
     arguments: argparse.Namespace, load_smollm2: Callable[[torch.dtype], Any], load_tokenizer: Callable[[], Any]
 ) -> int:
-    """Measure what the arguments ask for, and print the tables.
+    """Measure what the arguments ask for, then write joined results and plots, and print the tables.
 
     Args:
         arguments: parsed by the parser that `add_command` adds.
@@ -95,10 +124,14 @@ def run(
         ResultsError: a file of the output folder is in the way.
     """
     _check_data(arguments)
-    base, tokenizer = load_smollm2(torch.float32), load_tokenizer()
-    folder: Path = arguments.output / "sage"
+    session = _Session(arguments, load_smollm2(torch.float32), load_tokenizer(), Environment.here())
+    if "steps" in arguments.only:
+        session.steps()
     if "learning" in arguments.only:
-        _learn(arguments, base, tokenizer, folder)
+        session.learning()
+    if "cosine" in arguments.only:
+        session.cosine()
+    session.finish()
     return 0
 
 
@@ -113,35 +146,83 @@ def _check_data(arguments: argparse.Namespace) -> None:
             read_texts(arguments.data, name, split)
 
 
-def _learn(arguments: argparse.Namespace, base: Any, tokenizer: Any, folder: Path) -> None:
-    plan = LearningPlan(steps=arguments.steps)
-    runs = planned_runs(
-        plan,
-        datasets=arguments.dataset,
-        methods=arguments.methods,
-        budgets=arguments.budgets,
-        seeds=arguments.seeds,
-    )
-    shelf = Shelf(LearningResult, folder / "learning")
-    with progress(len(runs) * plan.steps) as advance:
-        Learning(
+@dataclass
+class _Session:
+    """One call of the command: what it was asked for, and what it measures with."""
+
+    arguments: argparse.Namespace
+    base: Any
+    tokenizer: Any
+    environment: Environment
+
+    def __post_init__(self) -> None:
+        folder: Path = self.arguments.output / "sage"
+        self.adapters = folder / "adapters"
+        self.runs = Shelf(LearningResult, folder / "learning")
+        self.measured_steps = Shelf(StepResult, folder / "steps")
+        self.cosines = Shelf(CosineResult, folder / "cosine")
+
+    def steps(self) -> None:
+        plan = StepPlan(rounds=self.arguments.rounds)
+        ids = read_ids(self.arguments.data, self.arguments.dataset[0], self.tokenizer, plan.rows, plan.tokens)
+        bench = Steps(plan, self.base, ids, self.measured_steps, self.environment, say=tqdm.write)
+        methods = [m for m in planned_steps(self.arguments.budgets) if m == LORA or m.name in self.arguments.methods]
+        with progress(bench.steps(methods)) as bench.advance:
+            bench.run(methods)
+
+    def learning(self) -> None:
+        plan = LearningPlan(steps=self.arguments.steps)
+        runs = planned_runs(
             plan,
-            base,
-            tokenizer,
-            arguments.data,
-            shelf,
-            folder / "adapters",
-            Environment.here(),
+            datasets=self.arguments.dataset,
+            methods=self.arguments.methods,
+            budgets=self.arguments.budgets,
+            seeds=self.arguments.seeds,
+        )
+        bench = Learning(
+            plan,
+            self.base,
+            self.tokenizer,
+            self.arguments.data,
+            self.runs,
+            self.adapters,
+            self.environment,
             say=tqdm.write,
-            advance=advance,
-        ).run(runs)
-    results = shelf.all()
-    joined(results, arguments.output / "sage_learning.json")
-    print(_tables(results, arguments.dataset))
+        )
+        with progress(len(runs) * plan.steps) as bench.advance:
+            bench.run(runs)
 
+    def cosine(self) -> None:
+        plan = CosinePlan(dataset=self.arguments.dataset[0])
+        # Held-out rows, since the trained adapter has seen the others.
+        count = plan.batches * plan.rows_per_batch
+        rows = read_rows(self.arguments.data, plan.dataset, "test", self.tokenizer, plan.longest_row, count)
+        batches = in_order(rows, self.tokenizer.pad_token_id, plan.rows_per_batch)
+        rate = best_rate(self.runs.all(), plan.dataset, LearningPlan.rates)
+        key = learning_key(plan.dataset, LORA, self.arguments.seeds[0], rate or 0.0)
+        trained = self.adapters / f"{key}.safetensors"
+        known = trained if rate is not None and trained.exists() else None
+        bench = Cosines(plan, self.base, batches, known, self.cosines, self.environment, say=tqdm.write)
+        saliencies = [name for name in SALIENCIES if f"sage-{name}" in self.arguments.methods]
+        methods = planned_cosines(self.arguments.budgets, saliencies)
+        with progress(bench.steps(methods)) as bench.advance:
+            bench.run(methods)
 
-def _tables(results: Sequence[LearningResult], datasets: Sequence[str]) -> str:
-    return "\n\n".join(f"{DATA_SETS[name].title}\n{learning_table(results, name)}" for name in datasets)
+    def finish(self) -> None:
+        """Join the files, draw, and print."""
+        output: Path = self.arguments.output
+        runs, steps, cosines = self.runs.all(), self.measured_steps.all(), self.cosines.all()
+        joined(runs, output / "sage_learning.json")
+        joined(steps, output / "sage_steps.json")
+        joined(cosines, output / "sage_cosine.json")
+        for name in DATA_SETS:
+            plot_learning(runs, name, output / f"sage_learning_{name}.svg")
+        plot_cosines(cosines, output / "sage_cosine.svg")
+        learned = {DATA_SETS[name].title: learning_table(runs, name) for name in DATA_SETS}
+        tables = {"Steps": steps_table(steps), **learned, "Gradients": cosine_table(cosines)}
+        tables["Claims"] = claims_table(runs, steps, cosines)
+        print("\n\n".join(f"{title}\n{text}" for title, text in tables.items()))
+        print(f"Wrote {output}")
 
 
 def _budget(text: str) -> float:

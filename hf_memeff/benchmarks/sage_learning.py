@@ -90,7 +90,7 @@ class Run:
     def key(self, best_rate: float) -> str:
         """Name of its result."""
         rate = best_rate if self.rate is None else self.rate
-        return learning_key(self.dataset, self.method.name, self.method.token_budget, self.seed, rate)
+        return learning_key(self.dataset, self.method, self.seed, rate)
 
 
 def planned_runs(
@@ -177,7 +177,7 @@ class Learning:
             ResultsError: a result is there that was measured by another plan.
         """
         for dataset in dict.fromkeys(run.dataset for run in runs):
-            if self._found(learning_key(dataset, BASE, None, 0, 0.0)) is None:
+            if self._found(learning_key(dataset, SageMethod(BASE), 0, 0.0)) is None:
                 self._judge_base(dataset)
         for run in runs:
             rate = run.rate if run.rate is not None else best_rate(self.shelf.all(), run.dataset, self.plan.rates)

@@ -61,14 +61,19 @@ class LearningResult:
     @property
     def key(self) -> str:
         """Name of its file."""
-        return learning_key(self.dataset, self.method, self.token_budget, self.seed, self.learning_rate)
+        method = SageMethod(self.method, self.token_budget)
+        return learning_key(self.dataset, method, self.seed, self.learning_rate)
 
 
-def learning_key(dataset: str, method: str, token_budget: float | None, seed: int, learning_rate: float) -> str:
+def method_key(method: SageMethod) -> str:
+    """Name and budget."""
+    return method.name if method.token_budget is None else f"{method.name}-{method.token_budget:g}"
+
+
+def learning_key(dataset: str, method: SageMethod, seed: int, learning_rate: float) -> str:
     """Name of a run's file: the rate is in it for LoRA alone, which has several with one seed."""
-    rate = f"-lr{learning_rate:g}" if method == "lora" else ""
-    budget = "" if token_budget is None else f"-{token_budget:g}"
-    return f"{dataset}-{method}{budget}{rate}-seed{seed}"
+    rate = f"-lr{learning_rate:g}" if method.name == "lora" else ""
+    return f"{dataset}-{method_key(method)}{rate}-seed{seed}"
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,11 @@ class StepResult:
         cached_bytes: unique storages that the forward keeps for backward, weights aside; None with checkpointing, which
             keeps block inputs where this cannot be seen.
         step_seconds: wall time of forward and backward, one entry per round.
-        step_cpu_seconds: CPU time of the process in the same rounds.
+        step_cpu_seconds: CPU time of the process in the same rounds, which does not count waiting for a busy core.
+        lora_seconds: plain LoRA's wall time in the same rounds.
+        lora_cpu_seconds: its CPU time.
+        checkpointing_seconds: wall time of LoRA with gradient checkpointing in the same rounds.
+        checkpointing_cpu_seconds: its CPU time.
         environment: what it was measured with.
     """
 
@@ -103,13 +112,16 @@ class StepResult:
     cached_bytes: int | None
     step_seconds: tuple[float, ...]
     step_cpu_seconds: tuple[float, ...]
+    lora_seconds: tuple[float, ...]
+    lora_cpu_seconds: tuple[float, ...]
+    checkpointing_seconds: tuple[float, ...]
+    checkpointing_cpu_seconds: tuple[float, ...]
     environment: Environment
 
     @property
     def key(self) -> str:
         """Name of its file."""
-        budget = "" if self.token_budget is None else f"-{self.token_budget:g}"
-        return f"{self.rows}x{self.tokens}-{self.method}{budget}"
+        return f"{self.rows}x{self.tokens}-{method_key(SageMethod(self.method, self.token_budget))}"
 
 
 @dataclass(frozen=True)

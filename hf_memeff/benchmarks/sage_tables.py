@@ -5,19 +5,35 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 
+from hf_memeff.benchmarks.comparison import paired_ratio
+from hf_memeff.benchmarks.sage_cosine import RANDOM, TRAINED
 from hf_memeff.benchmarks.sage_learning import BASE, LEARNING_NAMES, SEEDS
-from hf_memeff.benchmarks.sage_methods import BUDGETS, LORA, MESP, SageMethod, expand
-from hf_memeff.benchmarks.sage_results import LearningResult
+from hf_memeff.benchmarks.sage_methods import BUDGETS, LORA, MESP, SALIENCIES, SageMethod, expand
+from hf_memeff.benchmarks.sage_results import CosineResult, LearningResult, StepResult
+from hf_memeff.benchmarks.sage_steps import CHECKPOINTING, planned_steps
 from hf_memeff.benchmarks.tables import NOT_MEASURED, table
+
+HEADLINE_BUDGET = 0.25
+_DESCENDING = sorted(BUDGETS, reverse=True)
+_VARIANTS = (((-1,), "kept"), ((), "kept"), ((-1,), "all"))
+"""Dense layers and backward keys of `planned_cosines`."""
 
 
 def chosen_lora(results: Iterable[LearningResult], dataset: str) -> dict[int, LearningResult]:
-    """LoRA's runs by seed: with several rates, the one with the lowest held-out loss."""
+    """LoRA's runs by seed: of several rates, the one with the lowest held-out loss."""
     chosen: dict[int, LearningResult] = {}
     own = [result for result in results if result.dataset == dataset and result.method == LORA.name]
     for result in sorted(own, key=lambda result: result.test_loss, reverse=True):
         chosen[result.seed] = result
     return chosen
+
+
+def runs_of(results: Iterable[LearningResult], dataset: str, method: SageMethod) -> list[LearningResult]:
+    """A method's runs, one per seed."""
+    if method == LORA:
+        return sorted(chosen_lora(results, dataset).values(), key=lambda result: result.seed)
+    wanted = dataset, method.name, method.token_budget
+    return [result for result in results if (result.dataset, result.method, result.token_budget) == wanted]
 
 
 def recovered_shares(results: Sequence[LearningResult], dataset: str, method: SageMethod) -> dict[int, float]:
@@ -28,7 +44,7 @@ def recovered_shares(results: Sequence[LearningResult], dataset: str, method: Sa
         return {}
     return {
         result.seed: (base - result.test_loss) / (base - lora[result.seed].test_loss)
-        for result in _runs(results, dataset, method)
+        for result in runs_of(results, dataset, method)
         if result.seed in lora
     }
 
@@ -38,9 +54,9 @@ def learning_table(results: Sequence[LearningResult], dataset: str) -> str:
     base = next((r for r in results if r.dataset == dataset and r.method == BASE), None)
     if base is None:
         return NOT_MEASURED
-    rows = [["base model", f"{base.test_loss:.4f}", "", "", "", "", ""]]
-    for method in expand(LEARNING_NAMES, sorted(BUDGETS, reverse=True)):
-        own = _runs(results, dataset, method)
+    rows = [["base model", f"{base.test_loss:.4f}", *["-"] * 4, ""]]
+    for method in expand(LEARNING_NAMES, _DESCENDING):
+        own = runs_of(results, dataset, method)
         seeds = SEEDS[:1] if method == MESP else SEEDS
         shares = list(recovered_shares(results, dataset, method).values())
         missing = [str(seed) for seed in seeds if seed not in {result.seed for result in own}]
@@ -51,7 +67,7 @@ def learning_table(results: Sequence[LearningResult], dataset: str) -> str:
                 _mean(shares, 3),
                 f"{min(shares):.3f} to {max(shares):.3f}" if len(shares) > 1 else "-",
                 _mean([r.step_cpu_seconds for r in own if r.step_cpu_seconds is not None], 2),
-                _mean([r.peak_bytes / 2**20 for r in own if r.peak_bytes is not None], 0),
+                _mean([r.peak_bytes / 2**20 for r in own if r.peak_bytes is not None], 1),
                 f"seed {', '.join(missing)}" if missing else "",
             ]
         )
@@ -59,13 +75,123 @@ def learning_table(results: Sequence[LearningResult], dataset: str) -> str:
     return table([*header, "missing"], rows)
 
 
-def _runs(results: Iterable[LearningResult], dataset: str, method: SageMethod) -> list[LearningResult]:
-    """A method's runs, one per seed."""
-    if method == LORA:
-        return sorted(chosen_lora(results, dataset).values(), key=lambda result: result.seed)
-    wanted = dataset, method.name, method.token_budget
-    return [result for result in results if (result.dataset, result.method, result.token_budget) == wanted]
+def learning_note(results: Sequence[LearningResult], dataset: str) -> str:
+    """How the runs were done, and the learning rates that LoRA was tried with."""
+    base = next((r for r in results if r.dataset == dataset and r.method == BASE), None)
+    lora = [r for r in results if (r.dataset, r.method) == (dataset, LORA.name)]
+    if base is None or not lora:
+        return NOT_MEASURED
+    run, first_seed = lora[0], min(result.seed for result in lora)
+    tried = sorted((result.learning_rate, result.test_loss) for result in lora if result.seed == first_seed)
+    rates = ", ".join(f"{rate:g} ({loss:.4f})" for rate, loss in tried)
+    return (
+        f"{run.model}, rank {run.rank} on every linear layer, fp32, {run.steps} steps of {run.rows_per_step} rows of "
+        f"at most {run.longest_row} tokens, loss over {base.test_tokens} answer tokens of {base.test_rows} held-out rows; "
+        f"LoRA's learning rates and their test loss with seed {first_seed}: {rates}; the best of them for every method"
+    )
+
+
+def find_step(results: Iterable[StepResult], method: SageMethod) -> StepResult | None:
+    """A method's step."""
+    wanted = method.name, method.token_budget
+    return next((result for result in results if (result.method, result.token_budget) == wanted), None)
+
+
+def time_ratio(result: StepResult, reference: SageMethod) -> float | None:
+    """Median over the rounds of a step's time by LoRA's, or checkpointing's, in the same round; None if not timed.
+
+    With one thread it is the CPU time, which is the wall time of an idle core whatever else the machine does.
+    """
+    if not result.step_seconds:
+        return None
+    if result.environment.threads == 1:
+        of_lora, of_checkpointing = result.lora_cpu_seconds, result.checkpointing_cpu_seconds
+        own = result.step_cpu_seconds
+    else:
+        own, of_lora, of_checkpointing = result.step_seconds, result.lora_seconds, result.checkpointing_seconds
+    return paired_ratio(own, of_lora if reference == LORA else of_checkpointing)
+
+
+def steps_table(results: Sequence[StepResult]) -> str:
+    """Peak memory, cached bytes and step time of every method."""
+    if not results:
+        return NOT_MEASURED
+    rows = []
+    for method in planned_steps(_DESCENDING):
+        own = find_step(results, method)
+        cells = ["-"] * 4
+        if own is not None:
+            cells = [
+                "-" if own.peak_bytes is None else f"{own.peak_bytes / 2**20:,.1f}",
+                "-" if own.cached_bytes is None else f"{own.cached_bytes / 2**20:,.1f}",
+                *(_digits(time_ratio(own, reference)) for reference in (LORA, CHECKPOINTING)),
+            ]
+        rows.append([method.title, *cells, NOT_MEASURED if own is None else ""])
+    header = ["method", "peak, MiB", "cached, MiB", "step time, LoRA = 1", "step time, LoRA + checkpointing = 1"]
+    return table([*header, "missing"], rows)
+
+
+def find_cosine(results: Iterable[CosineResult], adapter: str, method: SageMethod) -> CosineResult | None:
+    """A method's cosines on one adapter."""
+    wanted = adapter, method.saliency, method.token_budget, method.dense_layers, method.backward_keys
+    return next(
+        (r for r in results if (r.adapter, r.saliency, r.token_budget, r.dense_layers, r.backward_keys) == wanted),
+        None,
+    )
+
+
+def cosine_table(results: Sequence[CosineResult]) -> str:
+    """Mean and minimum over the batches of the cosine, by saliency and budget, last block dense and keys "kept"."""
+    if not results:
+        return NOT_MEASURED
+    rows = []
+    for saliency in SALIENCIES:
+        methods = [SageMethod(f"sage-{saliency}", budget) for budget in _DESCENDING]
+        cells = [
+            "-" if (own := find_cosine(results, adapter, method)) is None else _mean_and_min(own.cosines)
+            for adapter in (RANDOM, TRAINED)
+            for method in methods
+        ]
+        rows.append([saliency.replace("_", " "), *cells])
+    header = [f"{budget:g}, {words}" for words in ("random B", "trained") for budget in _DESCENDING]
+    return table(["saliency", *header], rows)
+
+
+def cosine_variants_table(results: Sequence[CosineResult]) -> str:
+    """Cosines at a budget of 0.25, whole and by block, for every choice of dense layers and keys."""
+    if not results:
+        return NOT_MEASURED
+    rows = []
+    for saliency in SALIENCIES:
+        for dense, keys in _VARIANTS:
+            method = SageMethod(f"sage-{saliency}", HEADLINE_BUDGET, dense, keys)
+            cells: list[str] = []
+            for adapter in (RANDOM, TRAINED):
+                own = find_cosine(results, adapter, method)
+                cells += (
+                    ["-"] * 2
+                    if own is None
+                    else [
+                        _mean_and_min(own.cosines),
+                        f"{statistics.median(own.layer_cosines):.2f} ({min(own.layer_cosines):.2f})",
+                    ]
+                )
+            rows.append([saliency.replace("_", " "), "last" if dense else "none", keys, *cells])
+    header = [
+        f"{what}, {words}"
+        for words in ("random B", "trained")
+        for what in ("mean (min) of batches", "median (min) of layers")
+    ]
+    return table(["saliency", "dense block", "keys", *header], rows)
+
+
+def _mean_and_min(values: Sequence[float]) -> str:
+    return f"{statistics.fmean(values):.2f} ({min(values):.2f})"
 
 
 def _mean(values: Sequence[float], digits: int) -> str:
     return f"{statistics.fmean(values):.{digits}f}" if values else "-"
+
+
+def _digits(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
