@@ -123,9 +123,7 @@ def test_after_training_is_another_point_and_said_if_there_is_none(
     results = {result.adapter: result for result in bench.shelf.all()}
     assert (results["random"].b_std, results["trained"].b_std) == (0.1, None)
     assert results["random"].cosines != results["trained"].cosines
-    again = Cosines(
-        replace(PLAN, b_std=0.1), base, batches, None, Shelf(CosineResult, tmp_path / "b"), bench.environment
-    )
+    again = cosines(tmp_path / "b", base, batches)
     again.run([method])
     assert again.shelf.all()[0].cosines == results["random"].cosines
 
