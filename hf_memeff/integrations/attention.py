@@ -94,7 +94,7 @@ def anchor_attention_forward(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
     call = read_call(module, query, key, value, attention_mask, causal, scale, dropout, **kwargs)
-    if is_traced():
+    if is_traced(query.device):
         # a choice made now would be frozen in the program: dense, and nothing is counted
         return attend_densely(call), None
     state = layer_state(module)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,7 +114,7 @@ def read_call(
         mask, layout = (None, mask) if causal else (mask.bool()[:, None, None, :], None)
     causal = bool(causal) and query.shape[2] <= key.shape[2]
     segments = None
-    if causal and not is_traced():
+    if causal and not is_traced(query.device):
         if layout is None:
             packed = _packed(query, key, position_ids, cu_seq_lens_q)
             if mask is None:
@@ -170,7 +171,7 @@ _memory: tuple[Callable[[], Tensor | None], int, dict[Any, Any]] | None = None
 
 def _remembered(source: Tensor, key: Any, make: Callable[[], Any]) -> Any:
     global _memory
-    if is_traced() or source.is_inference():  # which has no version to tell a changed tensor by
+    if is_traced(source.device) or source.is_inference():  # which has no version to tell a changed tensor by
         return make()
     entry = _memory
     if entry is None or entry[0]() is not source or entry[1] != source._version:
@@ -236,7 +237,7 @@ def attend_densely(call: AttentionCall) -> Tensor:
     square = call.query.shape[2] in (1, call.key.shape[2])
     window = call.window is not None and call.window < call.key.shape[2] and call.mask is None and call.causal
     plain = call.layout is None and (square or not call.causal) and not window
-    if not own and (call.mask is not None or plain or (is_traced() and call.layout is None)):
+    if not own and (call.mask is not None or plain or (is_traced(call.query.device) and call.layout is None)):
         return _by_transformers(call, call.mask)
     if call.segments is not None and not window and call.softcap is None and call.position_bias is None:
         simple = call.sinks is None and all(segment.offset == 0 for segment in call.segments)
@@ -252,7 +253,7 @@ def attend_densely(call: AttentionCall) -> Tensor:
             f"{type(call.module).__name__} asks for position_bias with softcap or sinks, which "
             'attn_implementation="anchor" has no dense form of. Fix: load this model with attn_implementation="eager".'
         )
-    with torch.autocast(call.query.device.type, enabled=False):
+    with _whole_sums(call.query.device.type):
         out = masked_attention(
             call.query,
             call.key,
@@ -303,7 +304,7 @@ def _one_by_one(call: AttentionCall, simple: bool) -> Tensor:
 
 def attend_sparsely(call: AttentionCall, thetas: Sequence[float], config: AnchorAttentionConfig) -> AnchorResult:
     """AnchorAttention of a call, whose sums autocast does not touch."""
-    with torch.autocast(call.query.device.type, enabled=False):
+    with _whole_sums(call.query.device.type):
         return anchor_attention(
             call.query,
             call.key,
@@ -314,6 +315,11 @@ def attend_sparsely(call: AttentionCall, thetas: Sequence[float], config: Anchor
             scale=call.scale,
             sinks=call.sinks,
         )
+
+
+def _whole_sums(device_type: str) -> AbstractContextManager[Any]:
+    """Keep autocast out of what adds up scores; a device without values has none."""
+    return nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)
 
 
 def _causal_mask(call: AttentionCall, window: int | None) -> Tensor:

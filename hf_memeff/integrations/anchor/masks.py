@@ -20,9 +20,9 @@ def made_here(mask: Tensor) -> bool:
     return hasattr(mask, _MADE_HERE)
 
 
-def is_traced() -> bool:
-    """Whether a program is being recorded, in which a choice made now would be frozen."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+def is_traced(device: torch.device | str = "cpu") -> bool:
+    """Whether a program is being recorded, in which a choice made now would be frozen, or tensors have no values."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.device(device).type == "meta"
 
 
 def _causal(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
@@ -84,7 +84,8 @@ def anchor_mask(
     else:
         rows, q_offset = cache_position.shape[0], cache_position[0]
         whole["cache_position"] = cache_position
-    if is_traced() or rows == 1:
+    device = kwargs.get("device") or (cache_position.device if cache_position is not None else "cpu")
+    if is_traced(device) or rows == 1:
         return _whole_mask(whole)
     # a decoder that was told to be bidirectional still calls its layers causal: the mask has to say otherwise
     if not getattr(config, "is_causal", True):
@@ -94,9 +95,8 @@ def anchor_mask(
     offset, filled = int(q_offset), int(q_offset) + rows
     if use_vmap or kv_offset != 0 or filled > kv_length:
         return _whole_mask(whole)
-    device = torch.device(kwargs.get("device") or (cache_position.device if cache_position is not None else "cpu"))
     real = _real_keys(attention_mask, batch_size, filled)
-    ask = _Question(mask_function, batch_size, offset, rows, device)
+    ask = _Question(mask_function, batch_size, offset, rows, torch.device(device))
     if not ask.is_causal():
         return _whole_mask(whole)
     if not allow_is_causal_skip:

@@ -74,8 +74,7 @@ def build(kind: str, **changes: Any) -> PreTrainedModel:
 
 
 def sharpened(model: PreTrainedModel) -> PreTrainedModel:
-    """Scores of a few logits in place of a fresh model's hundredths, which would hide a wrong scale, cap or kept set.
-    """
+    """Scores of a few logits in place of a fresh model's hundredths, which would hide a wrong scale or kept set."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("sinks"):
