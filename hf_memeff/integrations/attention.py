@@ -79,8 +79,7 @@ def anchor_attention_forward(
         dropout: probability of dropping a weight.
         is_causal: overrides the module's.
         kwargs: ``position_ids``, ``cu_seq_lens_q``, ``sliding_window``, ``softcap``, ``s_aux`` and ``position_bias``
-            are
-            read; others don't change attention.
+            are read; others don't change attention.
 
     Returns:
         (B, Nq, H, Dv), and ``None``, because weights are never formed. Rows of padding are 0 or what transformers' sdpa

@@ -26,8 +26,7 @@ def calibrate_anchor(model: nn.Module, input_ids: Tensor, target_recall: float =
     Args:
         model: a transformers model, wrapped by PEFT or not, under any attention implementation.
         input_ids: (B, N), a text like those to come and not one of them, without padding. The longer the better: the
-            share
-            holds in every superblock, and later ones are the harder. N has to exceed a superblock (2048) by far.
+            share holds in every superblock, and later ones are the harder. N has to exceed a superblock (2048) by far.
         target_recall: share of each row's attention mass to keep, mean over the rows of a superblock, in (0, 1].
 
     Returns:

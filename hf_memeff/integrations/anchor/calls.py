@@ -165,22 +165,26 @@ def _segments(layout: Tensor | None, query: Tensor, key: Tensor) -> Sequence[Seg
     return _remembered(layout, ("segments", rows), lambda: layout_segments(layout.int(), rows))
 
 
-_memory: tuple[Callable[[], Tensor | None], int, dict[Any, Any]] | None = None
-"""What was made from the mask seen last, which all layers of a forward pass bring."""
+_memory: dict[int, tuple[Callable[[], Tensor | None], int, dict[Any, Any]]] = {}
+"""What was made from a mask or from positions, which all layers of a forward pass bring, as long as these live."""
 
 
 def _remembered(source: Tensor, key: Any, make: Callable[[], Any]) -> Any:
-    global _memory
     if is_traced(source.device) or source.is_inference():  # which has no version to tell a changed tensor by
         return make()
-    entry = _memory
+    name = id(source)
+    entry = _memory.get(name)
     if entry is None or entry[0]() is not source or entry[1] != source._version:
-        made: dict[Any, Any] = {}
-        # nothing outlives the mask that it was made from
-        entry = _memory = (weakref.ref(source, lambda _: made.clear()), source._version, made)
+        entry = _memory[name] = (weakref.ref(source, lambda ref: _forget(name, ref)), source._version, {})
     if key not in entry[2]:
         entry[2][key] = make()
     return entry[2][key]
+
+
+def _forget(name: int, ref: Callable[[], Tensor | None]) -> None:
+    entry = _memory.get(name)
+    if entry is not None and entry[0] is ref:  # a new tensor may have the old one's id by now
+        del _memory[name]
 
 
 def dense_reason(call: AttentionCall, config: AnchorAttentionConfig, layer: int) -> str | None:
@@ -241,7 +245,8 @@ def attend_densely(call: AttentionCall) -> Tensor:
         return _by_transformers(call, call.mask)
     if call.segments is not None and not window and call.softcap is None and call.position_bias is None:
         simple = call.sinks is None and all(segment.offset == 0 for segment in call.segments)
-        if simple or not (call.wants_grad or call.dropout > 0):
+        # elsewhere than on a CPU, a mask costs less than what sequences with earlier keys are attended with
+        if simple or (call.query.is_cpu and not call.wants_grad and call.dropout == 0):
             return _one_by_one(call, simple).transpose(1, 2).contiguous()
     mask = call.mask
     if mask is None and call.causal:

@@ -1,6 +1,4 @@
-"""The mask function of "anchor": what transformers asks for once per forward pass, and never larger than it has to
-be.
-"""
+"""The mask function of "anchor": transformers asks once per forward pass, and gets no larger a mask than is needed."""
 
 from __future__ import annotations
 
@@ -47,8 +45,7 @@ def anchor_mask(
     """The mask of a forward pass.
 
     Causal rows are recognised from what the mask function says, not from its name: it must show every row its first
-        real
-    key and its own, and not the key after it; so a window, or a chunk, is not taken for plain causal.
+    real key and its own, and not the key after it; so a window, or a chunk, is not taken for plain causal.
 
     Args:
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask: as transformers'
@@ -63,9 +60,8 @@ def anchor_mask(
 
     Returns:
         ``None`` for plain causal rows that have no keys but their own; (B, K) for causal rows with padding, with
-        earlier
-        keys or of packed sequences, in which 0 is padding, other numbers are sequences, and K ends with the last query
-        (a static cache is longer); else transformers' own (B, 1, Nq, Nk).
+        earlier keys or of packed sequences, in which 0 is padding, other numbers are sequences, and K ends with the
+        last query (a static cache is longer); else transformers' own (B, 1, Nq, Nk).
     """
     whole = {
         "batch_size": batch_size,
@@ -157,8 +153,8 @@ class _Question:
         return bool((self.seen(first) | (self.rows < first)).all())
 
     def packed(self) -> Tensor | None:
-        """Layout (B, N) of packed sequences, 1 and up, if the whole mask is that and no more; ``None`` if it is not, or
-        if there is one sequence only.
+        """Layout (B, N) of packed sequences, 1 and up, if the whole mask is that and no more; ``None`` if it is not,
+        or if there is one sequence only.
         """
         before = (self.rows - 1).clamp(min=0)
         starts = ~self.seen(before)[:, 0, :, 0]

@@ -103,8 +103,7 @@ def anchor_report(model: nn.Module, input_ids: Tensor | None = None) -> AnchorRe
     Args:
         model: a transformers model, wrapped by PEFT or not.
         input_ids: (B, N), a text to measure recall on: one forward pass that is dense, for which each layer computes
-            its
-            attention twice more.
+            its attention twice more.
 
     Raises:
         ValueError: ``input_ids`` too short for a sparse call.

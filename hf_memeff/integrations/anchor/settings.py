@@ -75,9 +75,8 @@ def layer_states(model: nn.Module) -> Iterator[tuple[str, nn.Module, LayerState]
 def set_anchor_config(model: nn.Module, config: AnchorAttentionConfig) -> None:
     """Let a model's attention layers run with these settings, from now on and counted from zero.
 
-    They are kept with the attention modules: copies of the model take them along, `save_pretrained` does not write
-        them.
-    It makes no difference whether the model already runs with "anchor".
+    They are kept with the attention modules, so that copies of the model take them along and `save_pretrained` does not
+    write them. It makes no difference whether the model already runs with "anchor".
 
     Args:
         model: a transformers model, wrapped by PEFT or not.
@@ -101,19 +100,12 @@ def set_anchor_config(model: nn.Module, config: AnchorAttentionConfig) -> None:
 
 @contextmanager
 def use_anchor_config(model: nn.Module, config: AnchorAttentionConfig) -> Iterator[None]:
-    """Other settings inside a ``with`` block; afterwards those before it are back. Counts go on from zero in the block
-    and are dropped after it; arguments and errors as `set_anchor_config`.
+    """Other settings inside a ``with`` block; afterwards those before it are back. Counts start from zero in the
+    block and are dropped after it; arguments and errors as `set_anchor_config`.
     """
-    before = [(module, getattr(module, _STATE, None)) for module in model.modules()]
-    set_anchor_config(model, config)
-    try:
+    with _restored(model):
+        set_anchor_config(model, config)
         yield
-    finally:
-        for module, state in before:
-            if state is not None:
-                setattr(module, _STATE, state)
-            elif hasattr(module, _STATE):
-                delattr(module, _STATE)
 
 
 @contextmanager
@@ -121,12 +113,19 @@ def observed(
     model: nn.Module, observer: Callable[[AttentionCall, LayerState], None], **changes: object
 ) -> Iterator[None]:
     """Hand an observer the calls that would be sparse, with some settings changed; all is as before afterwards."""
-    before = [(module, getattr(module, _STATE, None)) for module in model.modules()]
-    try:
+    with _restored(model):
         for number, module in enumerate(_attention_modules(model)):
             state = getattr(module, _STATE, None) or LayerState(AnchorAttentionConfig(), layer_index(module, number))
             config = replace(state.config, **changes)
             setattr(module, _STATE, LayerState(config, state.layer, observer=observer))
+        yield
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Put every module's state, or its absence, back afterwards."""
+    before = [(module, getattr(module, _STATE, None)) for module in model.modules()]
+    try:
         yield
     finally:
         for module, state in before:

@@ -15,9 +15,8 @@ from hf_memeff.ops.anchor.torch_backend import TileAttention, anchor_attention
 from hf_memeff.ops.precision import accumulation_dtype
 
 CHEAP_SHARE = 0.02
-"""Share of the candidates that every head keeps, up to the paper's theta: it costs less than the pooled scores do,
-and what
-a text does not need another may, such as the one key of a fact far back."""
+"""Share of the candidates that every head keeps, up to the paper's theta: it costs less than the pooled scores do, and
+what a text does not need another may, such as the one key of a fact far back."""
 
 MOST_CHEAP_THETA = 12.0
 
@@ -37,14 +36,11 @@ def least_thresholds(
     target_recall: float,
 ) -> Tensor | None:
     """The least theta per query head that keeps a share of the attention mass, mean over the rows of a tile, and
-    changes
-    the head's output by no more than the rest of it.
+    changes the head's output by no more than the rest of it.
 
-    Mass alone would not do: much of it goes to first keys for which a softmax has no other use, behind which a head
-        could
-    lose all that it does. What is asked for holds in every tile rather than in their mean, because recall falls with
-    the
-    distance from the start.
+    Mass alone would not do. Much of it goes to first keys for which a softmax has no other use, behind which a head
+    could lose all that it does. What is asked for holds in every tile rather than in their mean, because recall falls
+    with the distance from the start.
 
     Args:
         q, k, v, segments, config, scale: as `dispatch.anchor_attention`.

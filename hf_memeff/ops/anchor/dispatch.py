@@ -60,8 +60,7 @@ def anchor_attention(
 
     For the rows of a superblock, with x_a the largest logit of a row over init and local keys and means over blocks of
     rows, a candidate j is kept if any block has mean(q) . k_j scale + theta >= mean(x_a); the output is the softmax
-    over
-    init, local and kept keys.
+    over init, local and kept keys.
 
     Args:
         q: (B, H, Nq, D).

@@ -1,7 +1,6 @@
 """AnchorAttention with whole score matrices (arXiv 2505.23520, section 3, in the tiling of tiling.py): the oracle.
 
-It follows the text row by row and shares no code with the backends but the settings, so that they can be tested
-against it.
+It follows the text row by row and shares no code with the backends but the settings: they are tested against it.
 """
 
 from __future__ import annotations

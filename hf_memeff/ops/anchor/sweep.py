@@ -1,11 +1,9 @@
 """A running softmax over keys that come in parts: the maximum, sum and accumulator of some rows, as in FlashAttention
 (arXiv 2205.14135, algorithm 1), with whole matrix products in place of a kernel.
 
-It takes a fifth longer than the CPU's flash kernel, and hands out the rows' maximum, which no kernel does and for
-which a
-matrix product of its own would take longer still. Scores are kept in base 2, s = (q . k) scale log2(e): on a CPU
-torch's
-exp2 takes half the time of its exp.
+It takes a fifth longer than the CPU's flash kernel, and hands out the rows' maximum, which no kernel does and for which
+a matrix product of its own would take longer still. Scores are kept in base 2, s = (q . k) scale log2(e): on a CPU
+torch's exp2 takes half the time of its exp.
 """
 
 from __future__ import annotations
@@ -38,8 +36,8 @@ class Sweep:
         q: (M, D), scaled by scale * log2(e), float32 or float64.
         scratch: room for scores, at least ``COLUMNS`` times M elements of the dtype of ``q``.
 
-    Attributes (after the first keys):
-        top: (M, 1), largest score so far.
+    Attributes:
+        top: (M, 1), largest score so far; this and the others are there after the first keys.
         total: (M, 1), sum of 2^(s - top).
         mixed: (M, Dv), sum of 2^(s - top) v.
     """
@@ -102,8 +100,7 @@ def grouped_sweep(
         v: (Hkv, K, Dv).
         scale: factor of the dot products.
         causal: the last R keys are the rows' own and row i sees those up to its own, and all keys before them; else
-            every
-            row sees every key.
+            every row sees every key.
         dtype: float32 or float64.
 
     Yields:

@@ -80,9 +80,8 @@ class Tile:
 def segment_tiles(segment: Segment, config: AnchorAttentionConfig) -> Iterator[Tile]:
     """Tiles of a segment's query rows, in order.
 
-    Rows that see every key come as tiles without candidates: a segment shorter than ``min_length`` or with fewer
-        queries
-    than a block, the first superblocks, and the dense tail.
+    Rows that see every key come as tiles without candidates. These are a segment shorter than ``min_length`` or with
+    fewer queries than a block, the first superblocks, and the dense tail.
     """
     init = config.init_blocks * config.block_size
     superblock = config.step * config.block_size

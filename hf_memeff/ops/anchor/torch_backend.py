@@ -1,13 +1,10 @@
-"""AnchorAttention from what torch has: the flash kernel for kept keys, matrix products for the anchor, merged by
-log-sum-exp.
+"""AnchorAttention from what torch has: the flash kernel for kept keys, matrix products for the anchor.
 
-A tile's rows see the keys [0, a) and [l, t] first, in a sweep that leaves their output, log-sum-exp and maximum: the
-anchor.
-Averaged rows are compared to it, the candidates that pass are gathered as single keys, and one kernel call per query
-head
-attends to them. Nothing is computed twice: beyond the attention itself a tile costs one product of its averaged rows
-with
-the candidates, 1 / block_size of what dense attention computes for them.
+A tile's rows see the keys [0, a) and [l, t] first, in a sweep that leaves their output, log-sum-exp and maximum, the
+anchor. Averaged rows are compared to it, the candidates that pass are gathered as single keys, one kernel call per
+query head attends to them, and its result is merged by log-sum-exp. Nothing is computed twice: beyond the attention
+itself a tile costs one product of its averaged rows with the candidates, 1 / block_size of what dense attention
+computes for them.
 """
 
 from __future__ import annotations
