@@ -10,8 +10,11 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from hf_memeff.benchmarks import tables
-from hf_memeff.benchmarks.results import read_family_results, read_method_results
+from hf_memeff.benchmarks import sage_tables, tables
+from hf_memeff.benchmarks.results import read_family_results, read_method_results, read_results
+from hf_memeff.benchmarks.sage_claims import claims_table
+from hf_memeff.benchmarks.sage_results import CosineResult, LearningResult, StepResult
+from hf_memeff.benchmarks.sage_text import DATA_SETS
 
 _BLOCK = re.compile(r"(<!-- memeff:begin ([\w-]+) -->)(.*?)(<!-- memeff:end -->)", re.DOTALL)
 _MARK = re.compile(r"<!-- memeff:(?:begin|end)\b")
@@ -22,7 +25,7 @@ class RenderError(ValueError):
 
 
 def blocks(results_folder: Path) -> dict[str, str]:
-    """The content of every block, by name, from ``mesp.json`` and ``families.json``."""
+    """The content of every block, by name, from ``mesp.json``, ``families.json`` and ``sage_*.json``."""
     results = read_method_results(results_folder / "mesp.json")
     families = read_family_results(results_folder / "families.json")
     return {
@@ -36,7 +39,25 @@ def blocks(results_folder: Path) -> dict[str, str]:
         "families-measured-on": tables.measured_on(families),
         "gpu": tables.gpu_note(results),
         "gpu-store": tables.gpu_note(results, "mesp-cpu"),
+        **_sage_blocks(results_folder),
     }
+
+
+def _sage_blocks(results_folder: Path) -> dict[str, str]:
+    learning = read_results(LearningResult, results_folder / "sage_learning.json")
+    steps = read_results(StepResult, results_folder / "sage_steps.json")
+    cosines = read_results(CosineResult, results_folder / "sage_cosine.json")
+    contents = {
+        "sage-claims": claims_table(learning, steps, cosines),
+        "sage-steps": sage_tables.steps_table(steps),
+        "sage-cosine": sage_tables.cosine_table(cosines),
+        "sage-cosine-variants": sage_tables.cosine_variants_table(cosines),
+        "sage-measured-on": tables.measured_on([*learning, *steps, *cosines]),
+    }
+    for name in DATA_SETS:
+        contents[f"sage-learning-{name}"] = sage_tables.learning_table(learning, name)
+        contents[f"sage-learning-{name}-note"] = sage_tables.learning_note(learning, name)
+    return contents
 
 
 def fill(text: str, contents: Mapping[str, str]) -> str:
@@ -44,13 +65,13 @@ def fill(text: str, contents: Mapping[str, str]) -> str:
 
     Args:
         text: with marks.
-        contents: by block name; each has to occur.
+        contents: by block name; each that says more than that nothing was measured has to occur.
 
     Returns:
         The text with the contents: on lines of their own where the begin mark ends its line, in place elsewhere.
 
     Raises:
-        RenderError: a mark without its other half, a block without content, or a content without block.
+        RenderError: a mark without its other half, a block without content, or a measured content without block.
     """
     seen = set()
 
@@ -67,7 +88,7 @@ def fill(text: str, contents: Mapping[str, str]) -> str:
     filled = _BLOCK.sub(replace, text)
     if 2 * len(_BLOCK.findall(text)) != len(_MARK.findall(text)):
         raise RenderError("Got a begin or end mark alone, expected pairs. Fix: look at each <!-- memeff:... -->.")
-    missing = sorted(set(contents) - seen)
+    missing = sorted(name for name, new in contents.items() if name not in seen and new != tables.NOT_MEASURED)
     if missing:
         raise RenderError(
             f"Got no block {missing[0]!r}, expected all of {', '.join(contents)}. "
@@ -80,7 +101,7 @@ def render_file(path: Path, results_folder: Path, *, write: bool = True) -> bool
     """Fill the blocks of a file from a folder of results.
 
     Args:
-        path: UTF-8 text with one block of every name that `blocks` gives.
+        path: UTF-8 text with a block of every name that `blocks` gives a measured content for.
         results_folder: see `blocks`.
         write: False only looks.
 

@@ -99,7 +99,7 @@ class Steps:
         Each round is written as it is complete. If plain LoRA may not fit into memory, nothing is measured, which is
         said.
         """
-        todo = [method for method in methods if self._missing_rounds(method)]
+        todo = self._todo(methods)
         available = available_bytes("cpu")
         if todo and available is not None and self.plan.needed_bytes > available:
             self.say(
@@ -123,7 +123,7 @@ class Steps:
 
     def steps(self, methods: Sequence[SageMethod]) -> int:
         """How many steps `run` will report to `advance`."""
-        todo = [method for method in methods if self._missing_rounds(method)]
+        todo = self._todo(methods)
         if not todo:
             return 0
         untested = sum(self._found(method) is None for method in todo)
@@ -134,6 +134,9 @@ class Steps:
         if found is None or (found.model, found.rank) != (self.plan.model, self.plan.rank):
             return None
         return found if found.environment.comparable(self.environment) else None
+
+    def _todo(self, methods: Sequence[SageMethod]) -> list[SageMethod]:
+        return [method for method in methods if self._found(method) is None or self._missing_rounds(method) > 0]
 
     def _missing_rounds(self, method: SageMethod) -> int:
         found = self._found(method)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from hf_memeff.benchmarks.methods import METHODS, TIME_REFERENCE
 from hf_memeff.benchmarks.results import FamilyResult, MethodResult
@@ -119,7 +120,7 @@ def disk_sentence(results: Sequence[MethodResult]) -> str:
     return text
 
 
-def measured_on(results: Iterable[MethodResult | FamilyResult]) -> str:
+def measured_on(results: Iterable[Any]) -> str:
     """Machines, versions, commits and days of results, most frequent first."""
     counts = Counter(
         (

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from helpers import tiny_model
 from hf_memeff.benchmarks.cases import Case
 from hf_memeff.benchmarks.results import Environment, MethodResult
+from hf_memeff.benchmarks.sage_results import CosineResult, LearningResult, StepResult
 
 MIB = 2**20
 
@@ -72,6 +73,113 @@ def sweep() -> list[MethodResult]:
     ]
     other = replace(made_up(peak_mib=11.0), rank=16, case="SmolLM2-135M/fp32/1024/r16")
     return [*results, other]
+
+
+def learnt(method: str, seed: int, loss: float, budget: float | None = None, rate: float = 1e-3) -> LearningResult:
+    """A training run on GSM8K."""
+    trained = method != "base"
+    return LearningResult(
+        dataset="gsm8k",
+        model="SmolLM2-135M",
+        method=method,
+        token_budget=budget,
+        seed=seed,
+        learning_rate=rate if trained else 0.0,
+        rank=16,
+        steps=100 if trained else 0,
+        rows_per_step=4,
+        longest_row=160,
+        test_rows=64,
+        test_tokens=5000,
+        test_loss=loss,
+        train_losses=(2.0, 1.0) if trained else (),
+        step_seconds=3.0 if trained else None,
+        step_cpu_seconds=2.0 if trained else None,
+        peak_bytes=100 * MIB if trained else None,
+        meter="cpu profiler" if trained else "none",
+        environment=ENVIRONMENT,
+    )
+
+
+def stepped(
+    method: str, peak_mib: int, cached_mib: int | None, ratio: float, budget: float | None = None
+) -> StepResult:
+    """A step that takes so many times LoRA's CPU time, which is two thirds of checkpointing's."""
+    return StepResult(
+        model="SmolLM2-135M",
+        method=method,
+        token_budget=budget,
+        rows=4,
+        tokens=512,
+        rank=16,
+        peak_bytes=peak_mib * MIB,
+        meter="cpu profiler",
+        cached_bytes=cached_mib * MIB,
+        step_seconds=(9.0, 9.0),
+        step_cpu_seconds=(ratio, 2 * ratio),
+        lora_seconds=(1.0, 3.0),
+        lora_cpu_seconds=(1.0, 2.0),
+        checkpointing_seconds=(3.0, 3.0),
+        checkpointing_cpu_seconds=(1.5, 3.0),
+        environment=ENVIRONMENT,
+    )
+
+
+def pointing(
+    saliency: str, budget: float, cosines: tuple[float, ...], adapter: str = "random", **fields: Any
+) -> CosineResult:
+    """Cosines on GSM8K, the same for two blocks."""
+    values: dict[str, Any] = {"dense_layers": (-1,), "backward_keys": "kept"} | fields
+    return CosineResult(
+        dataset="gsm8k",
+        model="SmolLM2-135M",
+        adapter=adapter,
+        b_std=0.01 if adapter == "random" else None,
+        saliency=saliency,
+        token_budget=budget,
+        rank=16,
+        cosines=cosines,
+        norm_ratios=(1.0,) * len(cosines),
+        layer_cosines=(cosines[0], 1.0),
+        environment=ENVIRONMENT,
+        **values,
+    )
+
+
+@pytest.fixture
+def learning() -> list[LearningResult]:
+    """The base model, LoRA on three seeds, SAGE at 0.25 on some."""
+    return [
+        learnt("base", 0, 2.0),
+        learnt("lora", 0, 1.5, rate=3e-4),
+        *(learnt("lora", seed, 1.0 + seed / 10) for seed in (0, 1, 2)),
+        *(learnt("sage-gradient", seed, 1.02 + seed / 10, 0.25) for seed in (0, 1, 2)),
+        learnt("sage-attention", 0, 1.3, 0.25),
+        learnt("sage-attention", 2, 1.4, 0.25),
+        *(learnt("sage-random", seed, 1.6, 0.25) for seed in (0, 1, 2)),
+    ]
+
+
+@pytest.fixture
+def steps() -> list[StepResult]:
+    """LoRA, MeSP and SAGE by attention at 0.25."""
+    return [
+        stepped("lora", 1000, 900, 1.0),
+        stepped("mesp", 100, 80, 1.4),
+        stepped("sage-attention", 80, 40, 0.75, 0.25),
+    ]
+
+
+@pytest.fixture
+def cosines() -> list[CosineResult]:
+    """Attention at two budgets, gradient at one, after training too, and one variant."""
+    return [
+        pointing("attention", 0.25, (0.4, 0.5)),
+        pointing("attention", 0.5, (0.8, 0.9)),
+        pointing("gradient", 0.25, (0.84, 0.88)),
+        pointing("gradient", 0.25, (0.7, 0.8), adapter="trained"),
+        pointing("attention", 0.25, (0.3, 0.4), dense_layers=()),
+    ]
 
 
 def byte_tokenizer() -> Any:

@@ -8,6 +8,7 @@ import pytest
 
 from hf_memeff.benchmarks.render import RenderError, blocks, fill, render_file
 from hf_memeff.benchmarks.results import write_results
+from hf_memeff.benchmarks.tables import NOT_MEASURED
 
 
 def mark(name: str, inside: str) -> str:
@@ -38,6 +39,30 @@ def test_blocks_on_lines_of_their_own_and_within_a_line() -> None:
 def test_marks_that_cannot_be_filled(text: str, message: str) -> None:
     with pytest.raises(RenderError, match=message):
         fill(text, {"one": "1"})
+
+
+def test_a_block_with_nothing_measured_needs_no_mark() -> None:
+    assert fill("nothing", {"one": NOT_MEASURED}) == "nothing"
+    assert fill(mark("one", ""), {"one": NOT_MEASURED}) == mark("one", NOT_MEASURED)
+
+
+def test_sage_s_results_have_blocks(learning, steps, cosines, tmp_path: Path) -> None:
+    assert {text for name, text in blocks(tmp_path).items() if name.startswith("sage-")} == {NOT_MEASURED}
+    write_results(learning, tmp_path / "sage_learning.json")
+    write_results(steps, tmp_path / "sage_steps.json")
+    write_results(cosines, tmp_path / "sage_cosine.json")
+    found = {name: text for name, text in blocks(tmp_path).items() if name.startswith("sage-")}
+    assert {name for name, text in found.items() if text == NOT_MEASURED} == {
+        "sage-learning-boolq",
+        "sage-learning-boolq-note",
+    }
+    readme = tmp_path / "README.md"
+    readme.write_text("".join(f"{mark(name, chr(10))}\n" for name in blocks(tmp_path)))
+    assert render_file(readme, tmp_path)
+    assert "| SAGE, attention, 0.25 | 80.0 | 40.0 | 0.75 | 0.50 |  |" in readme.read_text()
+    readme.write_text(readme.read_text().replace("memeff:begin sage-steps ", "memeff:begin methods "))
+    with pytest.raises(RenderError, match="Got no block 'sage-steps'"):
+        render_file(readme, tmp_path)
 
 
 def test_a_file_is_rendered_once_and_check_only_looks(sweep, tmp_path: Path) -> None:
