@@ -133,13 +133,15 @@ def planned_runs(
 
 
 def best_rate(results: Iterable[LearningResult], dataset: str, rates: Sequence[float]) -> float | None:
-    """LoRA's learning rate with the lowest held-out loss on the first seed; None until all have been tried."""
-    losses: dict[float, float] = {}
-    lora = [result for result in results if result.dataset == dataset and result.method == LORA.name]
-    for result in sorted(lora, key=lambda result: result.seed, reverse=True):
-        # a run that diverged has no comparable loss
-        losses[result.learning_rate] = result.test_loss if math.isfinite(result.test_loss) else math.inf
-    return min(rates, key=losses.__getitem__) if set(rates) <= set(losses) else None
+    """LoRA's learning rate with the lowest held-out loss, on the one seed that all were tried with; None until then."""
+    losses: dict[int, dict[float, float]] = {}
+    for result in results:
+        if result.dataset == dataset and result.method == LORA.name:
+            # a run that diverged has no comparable loss
+            loss = result.test_loss if math.isfinite(result.test_loss) else math.inf
+            losses.setdefault(result.seed, {})[result.learning_rate] = loss
+    tried = [losses[seed] for seed in sorted(losses) if set(rates) <= set(losses[seed])]
+    return min(rates, key=tried[0].__getitem__) if tried else None
 
 
 @dataclass

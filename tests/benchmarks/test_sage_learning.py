@@ -147,8 +147,9 @@ def test_the_best_rate_needs_all_and_skips_what_diverged(data: Path, base: Any, 
     slow, fast = replace(slow, test_loss=2.0), replace(fast, test_loss=math.nan)
     assert best_rate([slow, fast], "gsm8k", PLAN.rates) == slow.learning_rate
     assert best_rate([slow, replace(fast, test_loss=1.0)], "gsm8k", PLAN.rates) == fast.learning_rate
-    lucky = replace(slow, seed=1, test_loss=0.5)  # the rate is the first seed's choice
-    assert best_rate([slow, replace(fast, test_loss=1.0), lucky], "gsm8k", PLAN.rates) == fast.learning_rate
+    for seed in (-1, 1):  # a seed that one rate was run with chooses nothing
+        lucky = replace(slow, seed=seed, test_loss=0.5)
+        assert best_rate([slow, replace(fast, test_loss=1.0), lucky], "gsm8k", PLAN.rates) == fast.learning_rate
     assert best_rate([slow], "gsm8k", PLAN.rates) is None
     assert best_rate([slow, fast], "boolq", PLAN.rates) is None
 
