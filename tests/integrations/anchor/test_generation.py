@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -134,3 +135,41 @@ def test_c62_sinks_take_their_share_also_in_decoding() -> None:
             if name.endswith("sinks"):
                 parameter.fill_(-1e4)
     assert (logits(model, NAME, **inputs) - logits(build("gpt_oss"), NAME, **inputs)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_conversations_of_any_shape(seed: int) -> None:
+    """Turns of odd lengths with padding on either side, so with gaps in the end, over both kinds of cache."""
+    draw = random.Random(seed)
+    model = build(draw.choice(["llama", "gemma2", "gpt_oss", "deepseek_v3", "mistral", "gemma3"]))
+    rows = draw.randint(1, 3)
+    lengths = [draw.choice([1, 2, 7, 8, 9, 31, 33, 64, 65, 100]) for _ in range(draw.randint(1, 3))]
+    config = keep_all(
+        block_size=draw.choice([4, 8, 16]),
+        step=draw.choice([1, 2, 4]),
+        init_blocks=draw.randint(0, 2),
+        dense_tail=draw.choice([0, 13]),
+    )
+    turns = [tokens(rows, length, seed=seed) for length in lengths]
+    masks = [torch.ones_like(turn) for turn in turns]
+    for mask in masks:
+        for row in mask:
+            missing = draw.randrange(len(row))
+            row[draw.choice([slice(0, missing), slice(len(row) - missing, None), slice(0, 0)])] = 0
+    found = {}
+    for kind in ("eager", NAME):
+        model.set_attn_implementation(kind)
+        set_anchor_config(model, config)
+        static = draw.random() < 0.3 and not hasattr(model.config, "layer_types")
+        cache = StaticCache(config=model.config, max_cache_len=320) if static else DynamicCache(config=model.config)
+        parts = []
+        for number, turn in enumerate(turns):
+            mask = torch.cat(masks[: number + 1], 1)
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -turn.shape[1] :]
+            with torch.no_grad():
+                out = model(
+                    input_ids=turn, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+                )
+            parts.append(out.logits)
+        found[kind] = torch.cat(parts, 1) * torch.cat(masks, 1)[..., None]
+    torch.testing.assert_close(found[NAME], found["eager"], rtol=0, atol=LOGITS)
