@@ -252,3 +252,17 @@ def test_temporaries_do_not_grow_with_the_square_of_the_length() -> None:
             top = max(top, held)
         peaks.append(top)
     assert peaks[1] < 2.5 * peaks[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype,atol", [(torch.float32, FP32), (torch.bfloat16, 2e-2)])
+def test_on_a_gpu(dtype: torch.dtype, atol: float) -> None:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        q, k, v = (x.cuda() for x in inputs(2, 4, 2, 200, 33, size=16, width=24, dtype=dtype))
+        found, expected = (run(name, q, k, v, settings(theta=1.0)) for name in ("torch", "reference"))
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    assert kept_sets(found) == kept_sets(expected)
+    torch.testing.assert_close(found.out, expected.out, rtol=0, atol=atol)
