@@ -103,10 +103,11 @@ def read_call(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     layout = None
     if mask is not None and mask.ndim == 2:
-        if not query.shape[2] <= mask.shape[1] <= key.shape[2]:
+        if mask.is_floating_point() or not query.shape[2] <= mask.shape[1] <= key.shape[2]:
             raise ValueError(
-                f"got a mask {tuple(mask.shape)} for {query.shape[2]} queries and {key.shape[2]} keys, expected one "
-                "that ends with the last query. Fix: pass the mask of all tokens so far to the model."
+                f"got a {mask.dtype} mask {tuple(mask.shape)} for {query.shape[2]} queries and {key.shape[2]} keys, "
+                "expected one of integers or bools that ends with the last query. "
+                "Fix: pass the mask of all tokens so far to the model, 1 for real tokens."
             )
         # only a causal mask is ever made two-dimensional
         causal = True if causal is None else causal

@@ -163,8 +163,9 @@ def test_lengths_that_are_not_these_rows_are_refused() -> None:
     q, k, v = tensors(batch=1)
     with pytest.raises(ValueError, match="continuous batching"):
         read_call(module(), q, k, v, None, True, 1.0, 0.0, cu_seq_lens_q=torch.tensor([0, 30, 60]))
-    with pytest.raises(ValueError, match="ends with the last query"):
-        read_call(module(), q, k, v, torch.ones(1, 30), True, 1.0, 0.0)
+    for mask in (torch.ones(1, 30, dtype=torch.int), torch.zeros(1, ROWS)):  # too short; added to scores
+        with pytest.raises(ValueError, match="ends with the last query"):
+            read_call(module(), q, k, v, mask, True, 1.0, 0.0)
 
 
 def test_a_mask_is_read_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
