@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_memeff.benchmarks.sage_cosine import RANDOM
-from hf_memeff.benchmarks.sage_learning import SEEDS
 from hf_memeff.benchmarks.sage_methods import LORA, MESP, SageMethod
 from hf_memeff.benchmarks.sage_results import CosineResult, LearningResult, StepResult
+from hf_memeff.benchmarks.sage_runs import SEEDS
 from hf_memeff.benchmarks.sage_steps import CHECKPOINTING
 from hf_memeff.benchmarks.sage_tables import HEADLINE_BUDGET, find_cosine, find_step, recovered_shares, time_ratio
 from hf_memeff.benchmarks.tables import NOT_MEASURED, table

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from hf_memeff.benchmarks.cases import SEED
 from hf_memeff.benchmarks.comparison import fill_adapters
 from hf_memeff.benchmarks.results import Environment
-from hf_memeff.benchmarks.sage_learning import load_adapter
 from hf_memeff.benchmarks.sage_methods import LORA, SALIENCIES, SageMethod, expand, make_model
 from hf_memeff.benchmarks.sage_results import CosineResult, Shelf, cosine_key
 from hf_memeff.benchmarks.sage_text import Batch
+from hf_memeff.benchmarks.sage_training import load_adapter
 from hf_memeff.blocks.attach import set_token_budget
 
 RANDOM, TRAINED = "random", "trained"

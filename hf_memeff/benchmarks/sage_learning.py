@@ -6,142 +6,22 @@ tuned for itself. A run whose file is there is never repeated.
 
 from __future__ import annotations
 
-import math
-import os
 import statistics
-import tempfile
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
-from torch import nn
-from transformers import get_linear_schedule_with_warmup
-
-from hf_memeff.benchmarks.comparison import timed
 from hf_memeff.benchmarks.results import Environment, ResultsError
-from hf_memeff.benchmarks.sage_methods import LORA, MESP, NAMES, SageMethod, expand, make_model
+from hf_memeff.benchmarks.sage_methods import LORA, SageMethod, make_model
 from hf_memeff.benchmarks.sage_results import LearningResult, Shelf, learning_key
-from hf_memeff.benchmarks.sage_text import (
-    DATA_SETS,
-    Batch,
-    TokenRow,
-    drawn_batches,
-    in_order,
-    labelled_tokens,
-    read_rows,
-)
+from hf_memeff.benchmarks.sage_runs import LearningPlan, Run, best_rate
+from hf_memeff.benchmarks.sage_text import TokenRow, drawn_batches, in_order, labelled_tokens, read_rows
+from hf_memeff.benchmarks.sage_training import Training, held_out_loss, save_adapter
 from hf_memeff.memory import measure_peak_memory
 
-SEEDS = (0, 1, 2)
 BASE = "base"
-LEARNING_NAMES = tuple(name for name in NAMES if name != "lora-checkpointing")
-"""Methods that learn; checkpointing learns what LoRA learns."""
-
-_FIRST_NAMES, _FIRST_BUDGET = ("sage-gradient", "sage-attention", "sage-random"), 0.25
-_WARM_UP_SHARE = 0.1
-_LARGEST_GRADIENT_NORM = 1.0
-_TENTHS = 10
-
-
-@dataclass(frozen=True)
-class LearningPlan:
-    """What every run has in common.
-
-    Attributes:
-        model: name of the base model.
-        steps: optimizer steps.
-        rows_per_step: rows of a step.
-        longest_row: most tokens of a row.
-        rank: of the adapter.
-        test_rows: held-out rows.
-        rates: learning rates that LoRA is tried with.
-    """
-
-    model: str = "SmolLM2-135M"
-    steps: int = 100
-    rows_per_step: int = 4
-    longest_row: int = 160
-    rank: int = 16
-    test_rows: int = 64
-    rates: tuple[float, ...] = (3e-4, 1e-3, 3e-3)
-
-
-@dataclass(frozen=True)
-class Run:
-    """One training run.
-
-    Attributes:
-        dataset: key of `DATA_SETS`.
-        method: how to train.
-        seed: of adapter, rows and random choices.
-        rate: learning rate; None for LoRA's best.
-    """
-
-    dataset: str
-    method: SageMethod
-    seed: int
-    rate: float | None = None
-
-    def key(self, best_rate: float) -> str:
-        """Name of its result."""
-        rate = best_rate if self.rate is None else self.rate
-        return learning_key(self.dataset, self.method, self.seed, rate)
-
-
-def planned_runs(
-    plan: LearningPlan,
-    *,
-    datasets: Sequence[str] = tuple(DATA_SETS),
-    methods: Sequence[str] = (),
-    budgets: Sequence[float],
-    seeds: Sequence[int] = SEEDS,
-) -> list[Run]:
-    """The runs that a command line asks for, the most telling first, since they may be interrupted.
-
-    LoRA's rates on the first seed come first whatever is asked for: the others run with the best of them. Then the
-    three saliencies that the claim rests on, on one seed and on the others, then the rest.
-
-    Args:
-        plan: the learning rates.
-        datasets: keys of `DATA_SETS`, one after the other.
-        methods: names out of `LEARNING_NAMES`; empty for all.
-        budgets: of SAGE.
-        seeds: the first one chooses the rate. MeSP's gradients are LoRA's, so that it runs on this one alone.
-
-    Returns:
-        The runs, none twice.
-    """
-    names = [name for name in LEARNING_NAMES if not methods or name in methods]
-    wanted = expand([name for name in names if name.startswith("sage-")], budgets)
-    first = [m for name in _FIRST_NAMES for m in wanted if m.name == name and m.token_budget == _FIRST_BUDGET]
-    rest = [method for method in wanted if method not in first]
-    runs: list[Run] = []
-    for dataset in datasets:
-        runs += [Run(dataset, LORA, seeds[0], rate) for rate in plan.rates]
-        runs += [Run(dataset, method, seeds[0]) for method in first]
-        # LoRA with a seed is what the share recovered with that seed is taken of, so it is never left out.
-        runs += [Run(dataset, LORA, seed) for seed in seeds[1:]]
-        runs += [Run(dataset, method, seed) for seed in seeds[1:] for method in first]
-        runs += [Run(dataset, MESP, seeds[0])] if MESP.name in names else []
-        runs += [Run(dataset, method, seed) for seed in seeds for method in rest]
-    return runs
-
-
-def best_rate(results: Iterable[LearningResult], dataset: str, rates: Sequence[float]) -> float | None:
-    """LoRA's learning rate with the lowest held-out loss, on the one seed that all were tried with; None until then."""
-    losses: dict[int, dict[float, float]] = {}
-    for result in results:
-        if result.dataset == dataset and result.method == LORA.name:
-            # a run that diverged has no comparable loss
-            loss = result.test_loss if math.isfinite(result.test_loss) else math.inf
-            losses.setdefault(result.seed, {})[result.learning_rate] = loss
-    tried = [losses[seed] for seed in sorted(losses) if set(rates) <= set(losses[seed])]
-    return min(rates, key=tried[0].__getitem__) if tried else None
 
 
 @dataclass
@@ -264,88 +144,6 @@ class Learning:
             rows = read_rows(self.data, dataset, split, self.tokenizer, self.plan.longest_row, count)
             self._rows[dataset, split] = rows
         return self._rows[dataset, split]
-
-
-class Training:
-    """AdamW without weight decay, linear warm-up and decay, gradients clipped at norm 1: Trainer's defaults.
-
-    Args:
-        model: a `PeftModel` in train mode.
-        rate: highest learning rate.
-        steps: optimizer steps of the schedule.
-
-    Attributes:
-        losses: one per step.
-        seconds: wall time of each step.
-        cpu_seconds: CPU time of this process in each step.
-    """
-
-    def __init__(self, model: Any, rate: float, steps: int) -> None:
-        self.model = model
-        self.losses: list[float] = []
-        self.seconds: list[float] = []
-        self.cpu_seconds: list[float] = []
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        for parameter in self._parameters:
-            parameter.grad = torch.zeros_like(parameter)  # allocated before the meter starts
-        self._optimizer = torch.optim.AdamW(self._parameters, lr=rate, weight_decay=0.0)
-        self._schedule = get_linear_schedule_with_warmup(self._optimizer, round(_WARM_UP_SHARE * steps), steps)
-
-    def step(self, batch: Batch) -> None:
-        """One optimizer step."""
-        cpu = time.process_time()
-        self.seconds.append(timed(partial(self._update, batch), "cpu"))
-        self.cpu_seconds.append(time.process_time() - cpu)
-
-    def gradients(self, batch: Batch) -> float:
-        """Forward and backward; returns the loss."""
-        for parameter in self._parameters:
-            parameter.grad.zero_()
-        loss = self.model(**batch, use_cache=False).loss
-        loss.backward()
-        return loss.item()
-
-    def tenths(self) -> tuple[float, ...]:
-        """Mean loss of each tenth of the steps so far."""
-        size = max(1, len(self.losses) // _TENTHS)
-        return tuple(statistics.fmean(self.losses[i : i + size]) for i in range(0, len(self.losses), size))
-
-    def _update(self, batch: Batch) -> None:
-        self.losses.append(self.gradients(batch))
-        nn.utils.clip_grad_norm_(self._parameters, _LARGEST_GRADIENT_NORM)
-        self._optimizer.step()
-        self._schedule.step()
-
-
-@torch.no_grad()
-def held_out_loss(model: Any, batches: Sequence[Batch]) -> float:
-    """Mean cross-entropy per labelled token over all batches, in eval mode; the model's mode is restored."""
-    training = model.training
-    model.eval()
-    try:
-        counts = [labelled_tokens(batch) for batch in batches]
-        losses = [model(**batch, use_cache=False).loss.item() for batch in batches]
-    finally:
-        model.train(training)
-    return sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
-
-
-def save_adapter(model: nn.Module, path: Path) -> None:
-    """Write the trained values; the file is whole at any time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    values = {name: p.detach().contiguous() for name, p in model.named_parameters() if p.requires_grad}
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as folder:
-        save_file(values, Path(folder) / path.name)
-        os.replace(Path(folder) / path.name, path)
-
-
-def load_adapter(model: nn.Module, path: Path) -> None:
-    """Give a model what `save_adapter` wrote of one with the same adapter."""
-    values = load_file(path)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                parameter.copy_(values[name])
 
 
 def _other_plan(found: LearningResult, got: str, expected: str) -> ResultsError:

@@ -9,9 +9,9 @@ from typing import Any
 
 from hf_memeff.benchmarks.plot import can_plot, svg_figure
 from hf_memeff.benchmarks.sage_cosine import RANDOM, TRAINED
-from hf_memeff.benchmarks.sage_learning import LEARNING_NAMES
 from hf_memeff.benchmarks.sage_methods import BUDGETS, SALIENCIES, SageMethod, expand
 from hf_memeff.benchmarks.sage_results import CosineResult, LearningResult
+from hf_memeff.benchmarks.sage_runs import LEARNING_NAMES
 from hf_memeff.benchmarks.sage_tables import find_cosine, recovered_shares, runs_of
 from hf_memeff.benchmarks.sage_text import DATA_SETS
 

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 
 from hf_memeff.benchmarks.comparison import paired_ratio
 from hf_memeff.benchmarks.sage_cosine import RANDOM, TRAINED
-from hf_memeff.benchmarks.sage_learning import BASE, LEARNING_NAMES, SEEDS
+from hf_memeff.benchmarks.sage_learning import BASE
 from hf_memeff.benchmarks.sage_methods import BUDGETS, LORA, MESP, SALIENCIES, SageMethod, expand
 from hf_memeff.benchmarks.sage_results import CosineResult, LearningResult, StepResult
+from hf_memeff.benchmarks.sage_runs import LEARNING_NAMES, SEEDS
 from hf_memeff.benchmarks.sage_steps import CHECKPOINTING, planned_steps
 from hf_memeff.benchmarks.tables import NOT_MEASURED, table
 

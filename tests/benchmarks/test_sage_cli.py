@@ -12,9 +12,10 @@ import pytest
 from hf_memeff.benchmarks import cli, sage_cli
 from hf_memeff.benchmarks.results import read_results
 from hf_memeff.benchmarks.sage_cosine import CosinePlan
-from hf_memeff.benchmarks.sage_learning import LearningPlan, Training
 from hf_memeff.benchmarks.sage_results import CosineResult, LearningResult, StepResult
+from hf_memeff.benchmarks.sage_runs import LearningPlan
 from hf_memeff.benchmarks.sage_steps import StepPlan
+from hf_memeff.benchmarks.sage_training import Training
 
 
 def parser() -> argparse.ArgumentParser:

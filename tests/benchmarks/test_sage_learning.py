@@ -1,8 +1,7 @@
-"""Which runs are done in which order, what a run measures, and that a finished one is never repeated."""
+"""What a run measures, and that a finished one is never repeated."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,20 +11,12 @@ import torch
 
 from hf_memeff.benchmarks import sage_learning as module
 from hf_memeff.benchmarks.results import Environment, ResultsError
-from hf_memeff.benchmarks.sage_learning import (
-    LEARNING_NAMES,
-    Learning,
-    LearningPlan,
-    Run,
-    Training,
-    best_rate,
-    held_out_loss,
-    load_adapter,
-    planned_runs,
-)
-from hf_memeff.benchmarks.sage_methods import BUDGETS, LORA, SageMethod, make_model
+from hf_memeff.benchmarks.sage_learning import Learning
+from hf_memeff.benchmarks.sage_methods import SageMethod, make_model
 from hf_memeff.benchmarks.sage_results import LearningResult, Shelf
-from hf_memeff.benchmarks.sage_text import drawn_batches, in_order, read_rows
+from hf_memeff.benchmarks.sage_runs import LEARNING_NAMES, LearningPlan, Run, best_rate, planned_runs
+from hf_memeff.benchmarks.sage_text import in_order, read_rows
+from hf_memeff.benchmarks.sage_training import Training, held_out_loss, load_adapter
 
 PLAN = LearningPlan(model="tiny", steps=12, rank=4, test_rows=8, rates=(1e-3, 1e-2))
 
@@ -37,27 +28,6 @@ def learning(folder: Path, data: Path, base: Any, tokenizer: Any, plan: Learning
 
 def runs_of(*methods: str, seeds: tuple[int, ...] = (0,), plan: LearningPlan = PLAN) -> list[Run]:
     return planned_runs(plan, datasets=["gsm8k"], methods=methods, budgets=[0.25], seeds=seeds)
-
-
-def test_the_full_matrix_starts_with_the_runs_that_tell_most() -> None:
-    runs = planned_runs(LearningPlan(), budgets=BUDGETS)
-    assert len(runs) == len(set(runs)) == 2 * (3 + 2 + 1 + 3 * 4 * 3)
-    assert [run.dataset for run in runs] == ["gsm8k"] * 42 + ["boolq"] * 42
-    told = [(r.method.name, r.method.token_budget, r.seed, r.rate) for r in runs[:15]]
-    three = ["sage-gradient", "sage-attention", "sage-random"]
-    assert told == [
-        *(("lora", None, 0, rate) for rate in (3e-4, 1e-3, 3e-3)),
-        *((name, 0.25, 0, None) for name in three),
-        ("lora", None, 1, None),
-        ("lora", None, 2, None),
-        *((name, 0.25, seed, None) for seed in (1, 2) for name in three),
-        ("mesp", None, 0, None),
-    ]
-
-
-def test_what_is_not_asked_for_is_not_run_but_lora_always() -> None:
-    told = {(r.method.name, r.method.token_budget, r.seed) for r in runs_of("sage-random", seeds=(4, 5))}
-    assert told == {("lora", None, 4), ("lora", None, 5), ("sage-random", 0.25, 4), ("sage-random", 0.25, 5)}
 
 
 def test_every_method_learns_and_its_figures_are_there(data: Path, base: Any, tokenizer: Any, tmp_path: Path) -> None:
@@ -140,20 +110,6 @@ def test_a_result_of_another_plan_is_refused(data: Path, base: Any, tokenizer: A
         bench.run(runs_of("sage-random", plan=other))
 
 
-def test_the_best_rate_needs_all_and_skips_what_diverged(data: Path, base: Any, tokenizer: Any, tmp_path: Path) -> None:
-    bench = learning(tmp_path, data, base, tokenizer, replace(PLAN, steps=1))
-    bench.run(runs_of("lora", plan=bench.plan))
-    slow, fast = (r for r in bench.shelf.all() if r.method == "lora")
-    slow, fast = replace(slow, test_loss=2.0), replace(fast, test_loss=math.nan)
-    assert best_rate([slow, fast], "gsm8k", PLAN.rates) == slow.learning_rate
-    assert best_rate([slow, replace(fast, test_loss=1.0)], "gsm8k", PLAN.rates) == fast.learning_rate
-    for seed in (-1, 1):  # a seed that one rate was run with chooses nothing
-        lucky = replace(slow, seed=seed, test_loss=0.5)
-        assert best_rate([slow, replace(fast, test_loss=1.0), lucky], "gsm8k", PLAN.rates) == fast.learning_rate
-    assert best_rate([slow], "gsm8k", PLAN.rates) is None
-    assert best_rate([slow, fast], "boolq", PLAN.rates) is None
-
-
 def test_the_trained_adapter_comes_back(data: Path, base: Any, tokenizer: Any, tmp_path: Path) -> None:
     bench = learning(tmp_path, data, base, tokenizer)
     bench.run(runs_of("lora"))
@@ -164,21 +120,3 @@ def test_the_trained_adapter_comes_back(data: Path, base: Any, tokenizer: Any, t
     assert model.training
     expected = bench.shelf.find("gsm8k-lora-lr0.01-seed0").test_loss
     assert held_out_loss(model, batches) == pytest.approx(expected, rel=1e-6)
-
-
-def test_the_loss_is_per_token_whatever_the_batches(data: Path, base: Any, tokenizer: Any) -> None:
-    rows = read_rows(data, "gsm8k", "test", tokenizer, 160, 8)
-    one, many = held_out_loss(base, in_order(rows, 0, 8)), held_out_loss(base, in_order(rows, 0, 3))
-    assert one == pytest.approx(many, rel=1e-5)
-
-
-def test_a_training_is_adamw_with_warm_up_and_decay(data: Path, base: Any, tokenizer: Any) -> None:
-    batch = drawn_batches(read_rows(data, "gsm8k", "train", tokenizer, 160), 0, 0, 1, 4)[0]
-    model = make_model(LORA, base, rank=2, seed=0)
-    training = Training(model, 1.0, 10)
-    rates = []
-    for _ in range(10):
-        rates.append(training._schedule.get_last_lr()[0])
-        training._update(batch)
-    assert rates == pytest.approx([0.0, 1.0, *(1 - i / 9 for i in range(1, 9))])
-    assert training.tenths() == tuple(training.losses)
