@@ -164,14 +164,16 @@ class _Session:
         self.cosines = Shelf(CosineResult, folder / "cosine")
 
     def steps(self) -> None:
-        plan = StepPlan(rounds=self.arguments.rounds)
-        ids = read_ids(self.arguments.data, self.arguments.dataset[0], self.tokenizer, plan.rows, plan.tokens)
+        """Measure memory and time."""
+        plan = StepPlan(dataset=self.arguments.dataset[0], rounds=self.arguments.rounds)
+        ids = read_ids(self.arguments.data, plan.dataset, self.tokenizer, plan.rows, plan.tokens)
         bench = Steps(plan, self.base, ids, self.measured_steps, self.environment, say=tqdm.write)
         methods = [m for m in planned_steps(self.arguments.budgets) if m == LORA or m.name in self.arguments.methods]
         with progress(bench.steps(methods)) as bench.advance:
             bench.run(methods)
 
     def learning(self) -> None:
+        """Train."""
         plan = LearningPlan(steps=self.arguments.steps)
         runs = planned_runs(
             plan,
@@ -194,6 +196,7 @@ class _Session:
             bench.run(runs)
 
     def cosine(self) -> None:
+        """Measure gradients, after LoRA's training too if that is there."""
         plan = CosinePlan(dataset=self.arguments.dataset[0])
         # Held-out rows, since the trained adapter has seen the others.
         count = plan.batches * plan.rows_per_batch

@@ -81,6 +81,7 @@ class StepResult:
     """Memory and time of one method's step on rows of real text, every token a label.
 
     Attributes:
+        dataset: key of `DATA_SETS`, whose text it is.
         model: name of the base model.
         method: name of the method.
         token_budget: SAGE's; None for the others.
@@ -101,6 +102,7 @@ class StepResult:
         environment: what it was measured with.
     """
 
+    dataset: str
     model: str
     method: str
     token_budget: float | None
@@ -121,7 +123,12 @@ class StepResult:
     @property
     def key(self) -> str:
         """Name of its file."""
-        return f"{self.rows}x{self.tokens}-{method_key(SageMethod(self.method, self.token_budget))}"
+        return step_key(self.dataset, self.rows, self.tokens, SageMethod(self.method, self.token_budget))
+
+
+def step_key(dataset: str, rows: int, tokens: int, method: SageMethod) -> str:
+    """Name of a step's file."""
+    return f"{dataset}-{rows}x{tokens}-{method_key(method)}"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from hf_memeff.benchmarks.comparison import fill_adapters, timed
 from hf_memeff.benchmarks.results import Environment
 from hf_memeff.benchmarks.run import available_bytes
 from hf_memeff.benchmarks.sage_methods import LORA, MESP, SageMethod, expand, make_model
-from hf_memeff.benchmarks.sage_results import Shelf, StepResult, method_key
+from hf_memeff.benchmarks.sage_results import Shelf, StepResult, method_key, step_key
 from hf_memeff.benchmarks.sage_text import DataError, read_texts
 from hf_memeff.memory import measure_peak_memory, saved_tensor_bytes
 
@@ -33,6 +33,7 @@ class StepPlan:
     """What every step has in common.
 
     Attributes:
+        dataset: key of `DATA_SETS`.
         model: name of the base model, a key of `MODELS`.
         rows: rows of the step.
         tokens: tokens of each.
@@ -40,6 +41,7 @@ class StepPlan:
         rounds: timed rounds.
     """
 
+    dataset: str = "gsm8k"
     model: str = "SmolLM2-135M"
     rows: int = 4
     tokens: int = 512
@@ -130,7 +132,7 @@ class Steps:
         return untested + max(map(self._missing_rounds, todo)) * len({LORA, CHECKPOINTING, *todo})
 
     def _found(self, method: SageMethod) -> StepResult | None:
-        found = self.shelf.find(f"{self.plan.rows}x{self.plan.tokens}-{method_key(method)}")
+        found = self.shelf.find(step_key(self.plan.dataset, self.plan.rows, self.plan.tokens, method))
         if found is None or (found.model, found.rank) != (self.plan.model, self.plan.rank):
             return None
         return found if found.environment.comparable(self.environment) else None
@@ -162,6 +164,7 @@ class Steps:
         peak = measure_peak_memory(partial(self._step, model, self.ids), "cpu")
         self.shelf.add(
             StepResult(
+                dataset=self.plan.dataset,
                 model=self.plan.model,
                 method=method.name,
                 token_budget=method.token_budget,

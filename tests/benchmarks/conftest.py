@@ -106,6 +106,7 @@ def stepped(
 ) -> StepResult:
     """A step that takes so many times LoRA's CPU time, which is two thirds of checkpointing's."""
     return StepResult(
+        dataset="gsm8k",
         model="SmolLM2-135M",
         method=method,
         token_budget=budget,

@@ -63,6 +63,7 @@ def test_rounds_that_are_missing_are_added_without_measuring_memory_again(
     assert second.step_seconds[0] == first[0].step_seconds[0] and len(second.step_seconds) == 2
     monkeypatch.setattr(module, "make_model", lambda *args, **kwargs: pytest.fail("built again"))
     steps(tmp_path, base).run([MESP])
+    assert steps(tmp_path, base, replace(PLAN, dataset="boolq")).steps([MESP]) == 1 + 2 * 3  # other text, other step
 
 
 def test_an_interruption_keeps_complete_rounds(base: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
