@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_memeff.blocks.arguments import CACHE_NAMES, filled_cache
-from hf_memeff.blocks.batch_tokens import enter_batch, leave_batch
-from hf_memeff.blocks.block import NEEDS_SCORES, BlockForward, hand_over, strict_message, unscored_message
+from hf_memeff.blocks.batch_tokens import enter_decoder, enter_model, leave
+from hf_memeff.blocks.block import (
+    NEEDS_SCORES,
+    BlockForward,
+    hand_over,
+    say_once,
+    strict_message,
+    unscored_message,
+)
 from hf_memeff.blocks.causal_loss import attach_loss, detach_loss, loss_report
 from hf_memeff.blocks.layouts import Layout, NormConvention, layout_of, norm_convention, part
 from hf_memeff.blocks.linear import LinearPlan, WeightLinear, plan_linear
@@ -47,7 +54,7 @@ def attach_blocks(model: nn.Module, options: EngineOptions) -> None:
     verdicts: dict[Any, str] = {}
     unscored: dict[Any, str] = {}
     try:
-        dense = _dense_layers(options, len(layers))
+        dense = _dense_layers(options, [layer for _, layer in layers])
         for index, (name, layer) in enumerate(layers):
             forward = _make_forward(layer, index, len(layers), store, options)
             forward.salient = None if index in dense else options.salient
@@ -68,15 +75,15 @@ def attach_blocks(model: nn.Module, options: EngineOptions) -> None:
         if options.strict and not layers:
             raise RuntimeError(strict_message(type(model).__name__, "no decoder block was found in it"))
         if options.salient is not None and options.salient.token_budget != 1.0:
-            _refuse_nothing_salient(model, options, layers)
+            _look_for_salient_blocks(model, options)
         for parent in _parents(model, [layer for _, layer in layers]):
             if options.salient is not None:
-                _read_batches(parent)
+                _read_batches(parent, enter_decoder)
             if "use_cache" in inspect.signature(type(parent).forward).parameters:
                 parent.register_forward_pre_hook(build_no_cache, with_kwargs=True)
             parent.register_forward_hook(return_no_cache)
         if options.salient is not None:
-            _read_batches(model)
+            _read_batches(model, enter_model)
         _swap_factors(model, nn.Linear, WeightLinear)
         attach_loss(model, options)
     except BaseException:
@@ -142,11 +149,14 @@ def set_token_budget(model: nn.Module, token_budget: float | str) -> None:
             )
         token_budget = float(token_budget)
     salient = dataclasses.replace(options.salient, token_budget=token_budget)
-    model.__dict__[_OPTIONS] = dataclasses.replace(options, salient=salient)
+    options = dataclasses.replace(options, salient=salient)
+    model.__dict__[_OPTIONS] = options
     for layer in model.modules():
         forward = _attached_forward(layer)
         if forward is not None and forward.salient is not None:
             forward.salient = salient
+    if token_budget != 1.0:
+        _look_for_salient_blocks(model, options)
 
 
 def engine_status(model: nn.Module) -> MemeffStatus:
@@ -184,7 +194,7 @@ def _salient_note(model: nn.Module, salient: SalientTokens) -> str:
     found = [(f, layer) for layer in model.modules() if (f := _attached_forward(layer)) is not None]
     sparse = [f for f, layer in found if f.sparse and f.path(layer)[0] == "structured"]
     budget = salient.token_budget if isinstance(salient.token_budget, str) else f"{salient.token_budget:.4g}"
-    keys = "all keys, its attention being re-run whole" if any(f.unscored for f in sparse) else salient.backward_keys
+    keys = "all, the attention being re-run whole" if _re_runs_attention(model) else salient.backward_keys
     return (
         f"approximate gradients in {len(sparse)} of {len(found)} blocks: token budget {budget}, saliency "
         f"{salient.saliency}, backward keys {keys}; the other blocks keep every token"
@@ -205,12 +215,16 @@ def _linear_report(name: str, module: nn.Module, path: str, plan: LinearPlan | N
     )
 
 
-def _dense_layers(options: EngineOptions, count: int) -> set[int]:
-    """Indices of the blocks that keep every token.
+def _dense_layers(options: EngineOptions, layers: list[nn.Module]) -> set[int]:
+    """Indices of the blocks that keep every token: those of blocks of a known layout, or of all where there is none.
+
+    The blocks of a vision tower before the language model's are not counted.
 
     Raises:
         ValueError: one is out of range.
     """
+    known = [index for index, layer in enumerate(layers) if layout_of(layer) is not None] or list(range(len(layers)))
+    count = len(known)
     if options.salient is None or count == 0:
         return set()
     for index in options.salient.dense_layers:
@@ -219,23 +233,50 @@ def _dense_layers(options: EngineOptions, count: int) -> set[int]:
                 f"got the dense layer {index}, expected an index from {-count} to {count - 1}: the model has {count} "
                 "blocks. Fix: take it out of dense_layers."
             )
-    return {index % count for index in options.salient.dense_layers}
+    return {known[index] for index in options.salient.dense_layers}
 
 
-def _refuse_nothing_salient(model: nn.Module, options: EngineOptions, layers: list[tuple[str, nn.Module]]) -> None:
-    """Refuse a model none of whose blocks has a known layout: its attention could not be scored anywhere."""
+def _look_for_salient_blocks(model: nn.Module, options: EngineOptions) -> None:
+    """Refuse a model none of whose blocks has a known layout where attention is to be scored; say it otherwise.
+
+    Raises:
+        ValueError: as above.
+        RuntimeError: ``strict``, and blocks see other keys in their backward pass than they were told to.
+    """
     assert options.salient is not None
-    forwards = [f for _, layer in layers if (f := _attached_forward(layer)) is not None and f.sparse]
+    forwards = [f for m in model.modules() if (f := _attached_forward(m)) is not None and f.sparse]
     unknown = [f for f in forwards if f.layout is None or f.refusal or f.verdict]
-    if forwards and len(unknown) == len(forwards) and options.salient.saliency in NEEDS_SCORES:
+    if forwards and len(unknown) == len(forwards):
         reason = unknown[0].refusal or unknown[0].verdict or "the layout of its blocks is not known"
-        raise ValueError(unscored_message(type(model).__name__, options.salient.saliency, reason))
+        if options.salient.saliency in NEEDS_SCORES:
+            raise ValueError(unscored_message(type(model).__name__, options.salient.saliency, reason, exact=True))
+        say_once(f"no block of this {type(model).__name__} leaves tokens out, its gradients are exact: {reason}")
+    if options.strict and options.salient.backward_keys == "kept" and _re_runs_attention(model):
+        raise RuntimeError(
+            'got strict=True and backward_keys="kept" on a model whose attention drops out in training, expected one '
+            "that does not: such an attention is re-run whole, and its backward pass sees all keys. "
+            'Fix: set its attention dropout to 0, or pass backward_keys="all" or strict=False.'
+        )
 
 
-def _read_batches(model: nn.Module) -> None:
-    """Have the calls of a model read what their batch says about its tokens."""
-    model.register_forward_pre_hook(enter_batch, with_kwargs=True)
-    model.register_forward_hook(leave_batch, always_call=True)
+def _re_runs_attention(model: nn.Module) -> bool:
+    """Whether salient blocks have to run their attention whole in the backward pass."""
+    for layer in model.modules():
+        forward = _attached_forward(layer)
+        if forward is None or not forward.sparse or forward.layout is None or forward.refusal:
+            continue
+        attention = part(layer, forward.layout.attention)
+        module = getattr(attention, "attn_dropout", None)
+        rate = module.p if isinstance(module, nn.Dropout) else getattr(attention, "attention_dropout", 0.0)
+        if forward.unscored or (isinstance(rate, float) and rate > 0.0):
+            return True
+    return False
+
+
+def _read_batches(module: nn.Module, enter: Callable[..., None]) -> None:
+    """Have the calls of a module read what their batch says about its tokens."""
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(leave, always_call=True)
 
 
 def _decoder_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -362,11 +403,11 @@ def return_no_cache(module: nn.Module, args: tuple[Any, ...], output: Any) -> An
 
 def _remove_hooks(module: nn.Module) -> None:
     for key, hook in list(module._forward_pre_hooks.items()):
-        if hook in (hand_over, build_no_cache, enter_batch):
+        if hook in (hand_over, build_no_cache, enter_decoder, enter_model):
             del module._forward_pre_hooks[key]
             module._forward_pre_hooks_with_kwargs.pop(key, None)
     for key, after in list(module._forward_hooks.items()):
-        if after in (return_no_cache, leave_batch):
+        if after in (return_no_cache, leave):
             del module._forward_hooks[key]
             module._forward_hooks_always_called.pop(key, None)
 

@@ -15,11 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from hf_memeff.blocks.batch_tokens import BatchTokens
-from hf_memeff.ops.attention import ScoreRule, flash_forward
+from hf_memeff.ops.attention import ScoreRule, flash_forward, rows_attention
 
 NAME = "hf_memeff_probe"
 _HANDLER = "_hf_memeff_handler"
 _REGISTRY, _EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
+
+_VERIFIED_ROWS = 8
+_TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
+_verified: set[tuple[Any, ...]] = set()
 
 Handler = Callable[..., tuple[Tensor, Any]]
 
@@ -40,6 +44,8 @@ def install(shadow: nn.Module, handler: Handler) -> None:
     """
     registry = getattr(sys.modules.get(type(shadow).__module__), _REGISTRY, None)
     config = getattr(shadow, "config", None)
+    if getattr(shadow, "reorder_and_upcast_attn", False):  # GPT-2: under another name it would take another branch
+        raise UnscorableAttention(f"{type(shadow).__name__} computes it by itself (reorder_and_upcast_attn)")
     if registry is None or config is None or not hasattr(registry, "register"):
         raise UnscorableAttention(f"{type(shadow).__name__} does not look its attention function up by name")
     if NAME not in registry:
@@ -96,10 +102,37 @@ class AttentionProbe:
             self.output, weights = original_function(module, self._name)(
                 module, query, key, value, attention_mask, **kwargs
             )
+            if self.dropout == 0.0:
+                self._verify(module, attention_mask)
             return self.output, weights
         output, self.lse = found
         self.output = output.transpose(1, 2).contiguous()
         return self.output, None
+
+    def _verify(self, module: nn.Module, mask: Any) -> None:
+        """Compare some rows with what the function gave, once per kind of call: masks are read, and may be misread.
+
+        Raises:
+            UnscorableAttention: they differ.
+        """
+        rule = self.rule
+        kind = type(module), self._name, type(mask), getattr(mask, "ndim", 0), rule.window, rule.segments is None
+        if kind in _verified:
+            return
+        batch, length = self.q.shape[0], self.q.shape[2]
+        rows = torch.linspace(0, length - 1, min(_VERIFIED_ROWS, length), device=self.q.device).long().expand(batch, -1)
+        at_rows = self.q.gather(2, rows[:, None, :, None].expand(-1, self.q.shape[1], -1, self.q.shape[-1]))
+        expected, lse = rows_attention(at_rows, self.k, self.v, rule, rows)
+        given = self.output.gather(1, rows[..., None, None].expand(-1, -1, *self.output.shape[2:])).transpose(1, 2)
+        sees = lse.isfinite() & (lse > torch.finfo(torch.float16).min)  # not a padded row, which may be anything
+        if self._tokens.real_on(rows.device) is not None:
+            sees &= self._tokens.real_on(rows.device).expand(batch, -1).gather(1, rows)[:, None]
+        difference = (expected - given).double()[sees].norm() / given.double()[sees].norm().clamp_min(1e-12)
+        if difference > _TOLERANCE.get(given.dtype, 1e-3):
+            raise UnscorableAttention(
+                f"what {self._name} attention gives differs by {float(difference):.0e} from its mask as it is read here"
+            )
+        _verified.add(kind)
 
 
 def implementation(attention: nn.Module) -> str | None:
@@ -151,11 +184,22 @@ def score_rule(
     if hasattr(mask, "mask_mod"):
         return ScoreRule(**common, causal=False, mask_rows=_rows_of(mask, length))
     if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
-        # flash kernels mask by position themselves: padding comes as (B, S), packing from the positions
+        # flash kernels mask by themselves: padding comes as (B, S); packing from the positions, of one row without mask
         window = kwargs.get("sliding_window")
-        real = mask.bool() if mask is not None else tokens.real
-        return ScoreRule(**common, causal=causal, window=window, real=real, segments=tokens.segments)
+        real = mask.bool() if mask is not None else None
+        packed = mask is None and tokens.segments is not None and len(tokens.segments) == 1
+        segments = tokens.segments if packed else _segments_of(kwargs.get("cu_seq_lens_q"), length)
+        return ScoreRule(**common, causal=causal, window=window, real=real, segments=segments)
     raise UnscorableAttention(f"its attention mask is a {type(mask).__name__} {tuple(getattr(mask, 'shape', ()))}")
+
+
+def _segments_of(cumulative: Tensor | None, length: int) -> Tensor | None:
+    """(1, S) numbers of packed sequences from their cumulative lengths, as flash kernels take them."""
+    if cumulative is None:
+        return None
+    starts = torch.zeros(1, length, dtype=torch.int64, device=cumulative.device)
+    inner = cumulative[1:-1].long()
+    return starts.index_fill_(1, inner[inner < length], 1).cumsum(1)
 
 
 def _rows_of(block_mask: Any, length: int) -> Callable[[Tensor], Tensor]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_memeff.ops.saliency import query_positions, random_saliency
 from hf_memeff.ops.selection import KeptTokens, always_kept, select
@@ -64,11 +65,14 @@ class BatchTokens:
         """Positions of the rows whose attention is scored, and which slots hold one; found once per call."""
         key = "queries", shape, device, query_rows
         if key not in self._found:
-            candidates = self.predicted
-            if candidates is None or query_rows == "last":
-                candidates = self.always(shape, device, 0, True)
+            last = self.always(shape, device, 0, True)
+            if self.predicted is None or query_rows == "last":
+                candidates = last
+            else:  # a sequence without labels asks its last token
+                predicted = self.predicted.to(device)
+                candidates = torch.where(predicted.any(1, keepdim=True), predicted, last)
             limit = query_rows if isinstance(query_rows, int) else None
-            self._found[key] = query_positions(candidates.to(device), limit)
+            self._found[key] = query_positions(candidates, limit)
         return self._found[key]
 
     def random(self, shape: tuple[int, int], device: torch.device, always: Tensor, count: int) -> KeptTokens:
@@ -80,86 +84,132 @@ class BatchTokens:
         return self._found[key]
 
 
-_current: ContextVar[tuple[nn.Module, BatchTokens] | None] = ContextVar("hf_memeff_batch_tokens", default=None)
+@dataclass(frozen=True)
+class _Entry:
+    """One hooked call on the way: the module, its tokens, and the call around it."""
+
+    module: nn.Module
+    tokens: BatchTokens
+    outer: _Entry | None
+
+
+_current: ContextVar[_Entry | None] = ContextVar("hf_memeff_batch_tokens", default=None)
 
 
 def current_tokens() -> BatchTokens | None:
     """The tokens of the call that is running, or ``None`` outside of one."""
     found = _current.get()
-    return found[1] if found is not None else None
+    return found.tokens if found is not None else None
 
 
-_REMEMBERED = 64
 # not a context variable: on an accelerator a checkpoint runs its block again in a thread of the autograd engine
-_calls: dict[tuple[int, torch.Size], BatchTokens] = {}
+_calls: dict[tuple[int, torch.Size], tuple[StorageWeakRef, BatchTokens]] = {}
 _lock = threading.Lock()
 
 
 def remember(hidden: Tensor, tokens: BatchTokens) -> None:
     """Note that a block was called with these hidden states, so that a checkpoint's re-run, which happens outside of
-    the model's call but with the same hidden states, finds the tokens again. The last 64 calls are known.
+    the model's call but with the same hidden states, finds the tokens again. Noted as long as the hidden states live.
     """
     with _lock:
-        _calls.pop(_key(hidden), None)
-        _calls[_key(hidden)] = tokens
-        while len(_calls) > _REMEMBERED:
-            del _calls[next(iter(_calls))]
+        for key in [key for key, (storage, _) in _calls.items() if storage.expired()]:
+            del _calls[key]
+        _calls[_key(hidden)] = StorageWeakRef(hidden.untyped_storage()), tokens
 
 
 def recall(hidden: Tensor) -> BatchTokens | None:
     """The tokens noted for these hidden states, or ``None``."""
     with _lock:
-        return _calls.get(_key(hidden))
+        storage, tokens = _calls.get(_key(hidden), (None, None))
+    return tokens if storage is not None and not storage.expired() else None
 
 
 def _key(hidden: Tensor) -> tuple[int, torch.Size]:
     return hidden.data_ptr(), hidden.shape
 
 
-def enter_batch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of a model: read the call's tokens. Inside another hooked model nothing changes."""
-    _enter(module, args, kwargs, torch.compiler.is_compiling())
+def enter_model(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of the attached model: read the call's tokens, whatever an interrupted call has left behind."""
+    _enter(module, args, kwargs, None, torch.compiler.is_compiling())
+
+
+def enter_decoder(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of the modules that run the blocks: their arguments say more about the rows than the model's,
+    which may have put rows in front of them (images, soft prompts).
+    """
+    _enter(module, args, kwargs, _current.get(), torch.compiler.is_compiling())
 
 
 @torch.compiler.disable
-def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> None:
-    if _current.get() is None and module.training:
-        tokens = read_tokens(module, args, kwargs)
-        tokens.compiled = compiled
-        _current.set((module, tokens))
+def _enter(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outer: _Entry | None, compiled: bool
+) -> None:
+    if module.training and (outer is None or outer.module is not module):
+        tokens = read_tokens(module, args, kwargs, outer.tokens if outer is not None else None)
+        tokens.compiled = compiled or tokens.compiled
+        _current.set(_Entry(module, tokens, outer))
 
 
 @torch.compiler.disable
-def leave_batch(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Forward hook of a model, run even when its forward raised."""
+def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Forward hook of both, run even when the forward raised."""
     found = _current.get()
-    if found is not None and found[0] is module:
-        _current.set(None)
+    if found is not None and found.module is module:
+        _current.set(found.outer)
 
 
-def read_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchTokens:
-    """Read labels, padding and packing from the arguments of a model's call."""
+def read_tokens(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outer: BatchTokens | None = None
+) -> BatchTokens:
+    """Read labels, padding and packing from the arguments of a module's call.
+
+    Args:
+        module: the model or its decoder.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        outer: what the call around it said; it stands where this one says nothing and the rows are the same.
+    """
     named = dict(kwargs)
     if args:
         named |= inspect.signature(module.forward).bind_partial(*args).arguments
-    return BatchTokens(
-        _predicted(named.get("labels"), named.get("shift_labels")),
-        _real(named.get("attention_mask")),
+    ids, embeddings = named.get("input_ids"), named.get("inputs_embeds")
+    source = ids if isinstance(ids, Tensor) else embeddings
+    shape = source.shape[:2] if isinstance(source, Tensor) and source.dim() >= 2 else None
+    labelled_rows = type(module).__name__.endswith("ForTokenClassification")
+    tokens = BatchTokens(
+        _predicted(named.get("labels"), named.get("shift_labels"), shape, shifted=not labelled_rows),
+        _real(named.get("attention_mask"), shape),
         _segments(named.get("position_ids")),
-        _content(named.get("input_ids"), named.get("inputs_embeds")),
+        _content(ids, embeddings),
     )
+    if outer is None:
+        return tokens
+    for name in ("predicted", "real", "segments"):
+        theirs = getattr(outer, name)
+        if getattr(tokens, name) is None and theirs is not None and (shape is None or theirs.shape == shape):
+            setattr(tokens, name, theirs)
+    tokens.content = outer.content if outer.content is not None else tokens.content
+    tokens.compiled = outer.compiled
+    return tokens
 
 
-def _predicted(labels: Any, shift_labels: Any) -> Tensor | None:
-    if isinstance(shift_labels, Tensor) and shift_labels.dim() == 2:
+def _predicted(labels: Any, shift_labels: Any, shape: torch.Size | None, *, shifted: bool) -> Tensor | None:
+    def for_rows(value: Any) -> bool:  # labels of a sequence classifier are no rows
+        return isinstance(value, Tensor) and value.dim() == 2 and (shape is None or value.shape == shape)
+
+    if for_rows(shift_labels):
         return shift_labels != IGNORED
-    if not isinstance(labels, Tensor) or labels.dim() != 2:
-        return None  # labels of a sequence classifier are no rows
+    if not for_rows(labels):
+        return None
+    if not shifted:
+        return labels != IGNORED
     return nn.functional.pad(labels[:, 1:] != IGNORED, (0, 1), value=False)
 
 
-def _real(mask: Any) -> Tensor | None:
-    return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+def _real(mask: Any, shape: torch.Size | None) -> Tensor | None:
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or (shape is not None and mask.shape != shape):
+        return None
+    return mask.bool()
 
 
 def _segments(positions: Any) -> Tensor | None:

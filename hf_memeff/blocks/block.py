@@ -124,7 +124,7 @@ class BlockForward:
         assert self.salient is not None
         tokens = current_tokens()
         compiled = tokens is not None and tokens.compiled
-        rerun = torch._C._current_graph_task_id() != -1
+        rerun = _in_backward()
         if self.salient.token_budget == "adaptive" and (compiled or rerun):
             where = "torch.compile" if compiled else "a checkpoint around the blocks"
             raise ValueError(
@@ -132,8 +132,8 @@ class BlockForward:
                 "known before they are. Fix: pass a ratio such as token_budget=0.5."
             )
         bound = bind(self.names, args, kwargs)
-        if tokens is not None and bound is not None:
-            remember(bound[0], tokens)
+        if bound is not None and not rerun:
+            remember(bound[0], tokens or BatchTokens())
 
     def original(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The layer's own forward, with gradient checkpointing left out: an attached block already is a checkpoint."""
@@ -175,7 +175,12 @@ class BlockForward:
         if not self.sparse:
             return self.structured(layer, hidden, others, plans)
         assert self.salient is not None
-        tokens = current_tokens() or recall(hidden) or BatchTokens()
+        tokens = current_tokens() or (self._tokens_again(layer, hidden) if _in_backward() else BatchTokens())
+        if tokens.predicted is None and self.salient.saliency == "attention" and self.salient.query_rows != "last":
+            say_once(
+                "the model sees no labels (the trainer keeps them), so that SAGE scores the attention of each "
+                "sequence's last token alone"
+            )
         least = self.salient.min_tokens
         if self.salient.token_budget == "adaptive" and least > hidden.shape[1]:
             say_once(f"min_tokens={least} is above the length of {hidden.shape[1]} tokens and stands for all of them")
@@ -183,6 +188,22 @@ class BlockForward:
             self.unscored = self.look(layer)
         call = SalientCall(self.salient, tokens, whole=bool(self.unscored))
         return self.structured(layer, hidden, others, plans, call)
+
+    def _tokens_again(self, layer: nn.Module, hidden: Tensor) -> BatchTokens:
+        """The batch's tokens, for a block that a checkpoint runs again.
+
+        Raises:
+            RuntimeError: it was not called with these hidden states before.
+        """
+        tokens = recall(hidden)
+        if tokens is None:
+            raise RuntimeError(
+                f"got a {type(layer).__name__} that is run again in the backward pass with other hidden states than "
+                "before (a checkpoint around several blocks, or hooks that copy what it saves), expected the same "
+                "ones: SAGE has to keep the same tokens again. Fix: take the checkpoint away; attached blocks already "
+                "are checkpoints."
+            )
+        return tokens
 
     def look(self, layer: nn.Module) -> str:
         """Why tokens cannot be chosen by a look at the layer's attention, or an empty string.
@@ -317,12 +338,21 @@ def strict_message(layer: str, reason: str) -> str:
     )
 
 
-def unscored_message(layer: str, saliency: str, reason: str) -> str:
-    """The error of a saliency that has to look at an attention which cannot be looked at."""
+def _in_backward() -> bool:
+    """Whether the autograd engine is running, so that a call is a checkpoint's re-run."""
+    task: Any = getattr(torch._C, "_current_graph_task_id", None)
+    return task is not None and task() != -1
+
+
+def unscored_message(layer: str, saliency: str, reason: str, *, exact: bool = False) -> str:
+    """The error of a saliency that has to look at an attention which cannot be looked at; ``exact`` where no saliency
+    would leave tokens out.
+    """
+    fix = "" if exact else 'pass saliency="gradient", which needs no scores, or '
     return (
         f"got saliency={saliency!r} on a {layer} whose attention cannot be scored ({reason}), expected attention that "
         "runs through transformers' attention functions. "
-        'Fix: pass saliency="gradient", which needs no scores, or train with MespConfig.'
+        f"Fix: {fix}train with MespConfig."
     )
 
 
@@ -359,7 +389,7 @@ def _uncheckpointed(cls: type[nn.Module]) -> Callable[..., Any]:
     ``forward``).
 
     Older releases checkpoint in ``__call__``: there a block is checkpointed twice, which is exact and costs one more
-        forward.
+    forward.
     """
     forward: Any = cls.forward
     while getattr(getattr(forward, "__code__", None), "co_name", "") == "forward_with_checkpointing":

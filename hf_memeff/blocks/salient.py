@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 
-from hf_memeff.blocks.attention_probe import AttentionProbe, Handler, implementation, score_rule
+from hf_memeff.blocks.attention_probe import AttentionProbe, Handler, UnscorableAttention, implementation, score_rule
 from hf_memeff.blocks.batch_tokens import BatchTokens
 from hf_memeff.blocks.layouts import part
 from hf_memeff.blocks.options import SalientTokens
@@ -134,9 +134,8 @@ class SalientBlock(torch.autograd.Function):
     adapter), the tensors among the layer's other arguments.
 
     Saved for backward: for |T| kept tokens about 2 |T| D elements (the block's input and the attention's output) and H
-        |T|
-    float32 numbers, or the whole input where the gradient chooses or the attention drops out; positions; references to
-    the adapter tensors and the arguments' tensors; generator state. Number and shapes depend on shapes and
+    |T| float32 numbers, or the whole input where the gradient chooses or the attention drops out; positions; references
+    to the adapter tensors and the arguments' tensors; generator state. Number and shapes depend on shapes and
     configuration alone, but for an adaptive budget.
     """
 
@@ -152,6 +151,8 @@ class SalientBlock(torch.autograd.Function):
         saliency = salient.settings.saliency
         chooser = _Chooser(call, salient) if saliency != "gradient" and not salient.whole else None
         output = block_forward(pass_, hidden, call.arguments.unpack(others), chooser)
+        if chooser is not None and not chooser.called:
+            raise UnscorableAttention(f"{call.layout.attention} does not call the attention function it is set to")
         if chooser is None and saliency == "random":
             kept = salient.choose(None, (hidden.shape[0], hidden.shape[1]), hidden.device)
             cache = _Cache(hidden, kept.positions, kept.alive)

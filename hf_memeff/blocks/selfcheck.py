@@ -4,6 +4,7 @@ before it is used.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -42,6 +43,7 @@ class CheckedForward(Protocol):
     ) -> Tensor: ...
 
 
+_one_at_a_time = threading.RLock()
 _BATCH, _TOKENS = 2, 7  # short, odd, and more than one sequence
 
 # Largest relative error (norm of the difference over the norm) that is rounding, by the coarsest dtype the layer
@@ -60,10 +62,9 @@ def needs_weights(layer: nn.Module) -> bool:
 def check_block(forward: CheckedForward, layer: nn.Module) -> str:
     """Compare the structured block's output and gradients with the layer's own.
 
-    The adapters get random factors, a scaling of their own and dropout, the norms get random weights, all for the
-        check alone: with LoRA's initial ``B = 0`` and
-    norms of ones most mistakes would cancel. Afterwards every parameter is the tensor it was, and random state,
-    gradients, modes and hooks are untouched.
+    The adapters get random factors, a scaling of their own and dropout, the norms get random weights, all for the check
+    alone: with LoRA's initial ``B = 0`` and norms of ones most mistakes would cancel. Afterwards every parameter is the
+    tensor it was, and random state, gradients, modes and hooks are untouched.
 
     Args:
         forward: the layer's attached forward, with a layout.
@@ -91,6 +92,11 @@ def check_salient(forward: CheckedForward, layer: nn.Module) -> str:
 
 
 def _check(forward: CheckedForward, layer: nn.Module, salient: SalientCall | None) -> str:
+    with _one_at_a_time:  # two threads would draw from each other's generator
+        return _compare(forward, layer, salient)
+
+
+def _compare(forward: CheckedForward, layer: nn.Module, salient: SalientCall | None) -> str:
     device, dtype = _compute_place(layer)
     states = save_rng(device)
     generator = torch.Generator().manual_seed(20251130)

@@ -78,13 +78,11 @@ def attend(
     kwargs: dict[str, Any],
     handler: Handler | None = None,
 ) -> Tensor:
-    """Run the layer's own attention on given projections and return what its output projection would read, (B, S, H *
-    head size).
+    """Run the layer's own attention on given projections; returns what its output projection would read, (B, S, H dv).
 
-    The attention module is copied shallowly, its projections replaced by their known outputs and its output
-        projection by the identity: the layer's own forward then
-    computes everything between them, with whatever kernel the model is set to. The module itself is not touched.
-    ``handler`` takes the place of the attention function inside.
+    The attention module is copied shallowly, its projections replaced by their known outputs and its output projection
+    by the identity: the layer's own forward then computes everything between them, with whatever kernel the model is
+    set to. The module itself is not touched. ``handler`` takes the place of the attention function inside.
     """
     layout, attention = call.layout, part(call.layer, call.layout.attention)
     shadow = attention.__new__(type(attention))
@@ -212,9 +210,8 @@ def attend_with_graph(
     """The attention with a graph of its own.
 
     Returns:
-        What the output projection reads, (B, S, H * head size), without graph; the graph's end; the cell that takes
-        the gradient of the first; the places in the graph where
-        the gradients of the projections arrive.
+        What the output projection reads, (B, S, H dv), without graph; the graph's end; the cell that takes the gradient
+        of the first; the places in the graph where the gradients of the projections arrive.
     """
     cell: list[Tensor] = []
     with torch.enable_grad():

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_memeff.integrations.logs import add_to_logs
-from hf_memeff.tuners.budget import change_token_budget, token_budget_of
+from hf_memeff.tuners.budget import change_token_budget, configured_token_budget, token_budget_of
 
 SCHEDULES = ("linear", "cosine")
 
@@ -93,7 +93,8 @@ class SageBudgetCallback(TrainerCallback):
         """Set the budget of the step that begins."""
         budget = self.budget(state.global_step, state.max_steps)
         before = change_token_budget(model, budget, "SageBudgetCallback")
-        self._before = before if self._before is None else self._before
+        if self._before is None:  # an interrupted run may have left its own budget in the model
+            self._before = configured_token_budget(model) or before
         self._budget = budget
 
     def on_log(

@@ -19,7 +19,10 @@ from torch.autograd.function import once_differentiable
 from hf_memeff.ops.precision import accumulation_dtype
 
 _FLASH_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_TILE_BYTES = 2**23  # scores alive at a time: a few times a core's cache, small beside a step's other tensors
+# Scores alive at a time: a few times a core's cache, and small beside the other tensors of a step. An accelerator wants
+# fewer and larger launches.
+_TILE_BYTES = 2**23
+_ACCELERATOR_TILE_BYTES = 2**27
 
 
 @dataclass(frozen=True)
@@ -161,8 +164,10 @@ def capped_scores(q: Tensor, k: Tensor, rule: ScoreRule) -> Tensor:
     """
     batch, heads, rows, size = q.shape
     groups = k.shape[1]
-    folded = q.reshape(batch, groups, heads // groups * rows, size)
-    s = (folded @ k.transpose(-1, -2)).to(accumulation_dtype(q.dtype)).mul_(rule.scale)
+    # in the wide dtype before the product: half precision would round scores, and float16 overflow on unscaled ones
+    wide = accumulation_dtype(q.dtype)
+    folded = q.reshape(batch, groups, heads // groups * rows, size).to(wide)
+    s = (folded @ k.to(wide).transpose(-1, -2)).mul_(rule.scale)
     if rule.softcap is not None:
         s = s.div_(rule.softcap).tanh_().mul_(rule.softcap)
     return s.view(batch, heads, rows, k.shape[2])
@@ -171,7 +176,8 @@ def capped_scores(q: Tensor, k: Tensor, rule: ScoreRule) -> Tensor:
 def row_tiles(q: Tensor, keys: int, most: int | None = None) -> Iterator[slice]:
     """Slices of the rows of ``q`` (B, H, R, dh) whose scores against so many keys fit a tile, at most so many rows."""
     batch, heads, rows, _ = q.shape
-    size = max(1, _TILE_BYTES // (accumulation_dtype(q.dtype).itemsize * max(1, batch * heads * keys)))
+    tile_bytes = _TILE_BYTES if q.device.type == "cpu" else _ACCELERATOR_TILE_BYTES
+    size = max(1, tile_bytes // (accumulation_dtype(q.dtype).itemsize * max(1, batch * heads * keys)))
     size = size if most is None else min(size, most)
     for start in range(0, rows, size):
         yield slice(start, min(start + size, rows))
@@ -256,9 +262,8 @@ class KeptAttention(torch.autograd.Function):
     """Attention whose output is known, differentiated for its kept rows.
 
     Inputs: q (B, H, T, dh), k (B, Hkv, T, dh), v (B, Hkv, T, dv) of the kept rows; o (B, H, T, dv) and lse (B, H, T),
-        the
-    output and log-sum-exp of these rows over all keys; the rule; the rows' positions (B, T); optionally keys (B, Hkv,
-    S, dh) and values (B, Hkv, S, dv) of all tokens. Output: o itself.
+    the output and log-sum-exp of these rows over all keys; the rule; the rows' positions (B, T); optionally keys (B,
+    Hkv, S, dh) and values (B, Hkv, S, dv) of all tokens. Output: o itself.
 
     Without them the backward pass sees the pairs of kept rows alone, logits towards other keys being constants. With
     them dq is complete, and the keys and values of other tokens are constants. Saved: references to the inputs.

@@ -100,16 +100,18 @@ def select(scores: Tensor, real: Tensor | None, always: Tensor, count: int) -> K
     Args:
         scores: (B, S), finite; higher is more salient.
         real: (B, S) bool; padding is never kept. ``None`` is all.
-        always: (B, S) bool, tokens that come before all others; they count inside ``count``.
+        always: (B, S) bool, tokens that come before all others; they count inside ``count``, and where they are more
+            than that their scores decide among them.
         count: K.
 
     Returns:
         The kept tokens; ties go to the lower position.
     """
-    ranked = torch.nan_to_num(scores.double()).masked_fill(always, float("inf"))
-    if real is not None:
-        ranked = ranked.masked_fill(~real, float("-inf"))
-    chosen = ranked.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    ranked = torch.nan_to_num(scores.double())
+    order = ranked.sort(dim=1, descending=True, stable=True).indices
+    rank = always.long() if real is None else torch.where(real, always.long(), -1)
+    first = rank.gather(1, order).sort(dim=1, descending=True, stable=True).indices
+    chosen = order.gather(1, first)[:, :count]
     if real is None:
         return KeptTokens(chosen.sort(1).values)
     length = scores.shape[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from hf_memeff.blocks.attach import attached_options, set_token_budget
+from hf_memeff.tuners.model import MemeffModel
 from hf_memeff.tuners.parts import model_parts
 
 
@@ -19,6 +20,22 @@ def token_budget_of(model: nn.Module) -> float | str | None:
     """
     options = attached_options(model_parts(model)[0])
     return None if options is None or options.salient is None else options.salient.token_budget
+
+
+def configured_token_budget(model: nn.Module) -> float | str | None:
+    """The token budget that the active adapter's config asks for, whatever it was changed to since.
+
+    Args:
+        model: as for `attach`.
+
+    Returns:
+        A ratio or "adaptive"; None if the model wasn't made with `SageConfig`.
+    """
+    tuner = model_parts(model)[1]
+    if not isinstance(tuner, MemeffModel):
+        return None
+    names = [name for name in tuner.active_adapters if name in tuner.peft_config]
+    return getattr(tuner.peft_config[names[0]], "token_budget", None) if names else None
 
 
 def change_token_budget(model: nn.Module, token_budget: float | str, caller: str) -> float | str:

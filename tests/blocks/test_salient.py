@@ -10,7 +10,7 @@ from blocks._models import LAYOUTS, LENGTH, adapted, engine, errors, packed_batc
 from blocks._salient import GivenTokens, kept_tokens, llama_reference
 from blocks._tolerances import FLOAT32_INSIDE, ORDER_OF_SUMS, relative_error
 from helpers import token_batch
-from hf_memeff.blocks.attach import set_token_budget
+from hf_memeff.blocks.attach import engine_status, set_token_budget
 from hf_memeff.blocks.options import SalientTokens
 from hf_memeff.memory import saved_tensor_bytes
 from hf_memeff.ops.selection import KeptTokens
@@ -257,9 +257,14 @@ def test_attention_dropout_runs_the_attention_whole_again():
     batch = token_batch(2, LENGTH)
     expected = step(model, batch)
     for saliency in SALIENCIES:
-        with engine(model, strict=True, salient=sparse(0.999999, saliency=saliency)):
+        with engine(model, strict=True, salient=sparse(0.999999, saliency=saliency, backward_keys="all")) as base:
             got = step(model, batch)
+            assert "backward keys all, the attention being re-run whole" in str(engine_status(base))
         assert max(errors(got, expected).values()) <= TOLERANCE, saliency
+    with pytest.raises(RuntimeError, match="attention drops out"), engine(model, strict=True, salient=sparse()):
+        pass
+    with engine(model, salient=sparse()) as base:
+        assert "re-run whole" in str(engine_status(base))
 
 
 @pytest.mark.parametrize("saliency", SALIENCIES)

@@ -149,3 +149,22 @@ def test_an_adaptive_budget_comes_back_after_training(tmp_path):
     )
     trainer.train()
     assert token_budget_of(trainer.model) == "adaptive"
+
+
+def test_after_an_interrupted_run_the_next_one_ends_with_the_config_s_budget(tmp_path):
+    class Interrupt(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise KeyboardInterrupt
+
+    trainer = trainer_for(
+        tmp_path, [SageBudgetCallback(), Interrupt()], config_class=SageConfig, config={"token_budget": 0.5}
+    )
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert token_budget_of(trainer.model) != 0.5
+    trainer.callback_handler.callbacks = [
+        c for c in trainer.callback_handler.callbacks if not isinstance(c, (Interrupt, SageBudgetCallback))
+    ]
+    trainer.add_callback(SageBudgetCallback())
+    trainer.train()
+    assert token_budget_of(trainer.model) == 0.5

@@ -119,3 +119,10 @@ def test_selection_against_a_plain_loop(seed):
         )
         alive = kept.positions[row][kept.alive[row]].tolist()
         assert alive == sorted(ranked[:count])
+
+
+def test_more_always_kept_tokens_than_the_budget_compete_by_their_scores():
+    """Many short packed sequences: the first ones must not take every slot."""
+    scores = torch.tensor([[1.0, 0.0, 3.0, 0.0, 5.0, 0.0]])
+    always = torch.tensor([[True, False, True, False, True, False]])
+    assert select(scores, None, always, 2).positions.tolist() == [[2, 4]]

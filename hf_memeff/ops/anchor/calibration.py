@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,6 +26,19 @@ _CUTS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3
 """Shares of the candidates that are tried, first those that need the least theta."""
 
 
+@dataclass(frozen=True)
+class Thresholds:
+    """Calibrated thresholds of one layer.
+
+    Attributes:
+        theta: (H,).
+        scores: scores of queries and keys that are computed with them on the text they are from.
+    """
+
+    theta: Tensor
+    scores: float
+
+
 def least_thresholds(
     q: Tensor,
     k: Tensor,
@@ -34,7 +47,7 @@ def least_thresholds(
     config: AnchorAttentionConfig,
     scale: float,
     target_recall: float,
-) -> Tensor | None:
+) -> Thresholds | None:
     """The least theta per query head that keeps a share of the attention mass, mean over the rows of a tile, and
     changes the head's output by no more than the rest of it.
 
@@ -48,27 +61,37 @@ def least_thresholds(
             output, in the 2-norm over the rows of a tile.
 
     Returns:
-        (H,), or ``None`` where no row has a candidate.
+        Thresholds, or ``None`` where no row has a candidate.
     """
-    needed, cheap = [], []
+    needed, cheap, others, scores = [], [], [], 0.0
     for segment in segments:
         keys = segment.batch, slice(None), segment.key_rows
         queries = q[segment.batch, :, segment.query_rows].unflatten(0, (k.shape[1], -1))
         for tile in segment_tiles(segment, config):
+            rows = tile.stop - tile.start
+            scores += q.shape[1] * rows * (tile.start - tile.candidates + rows / 2)
             if tile.candidates:
-                rows = slice(tile.start - segment.offset, tile.stop - segment.offset)
-                found = _tile_thresholds(tile, queries[:, :, rows], k[keys], v[keys], config, scale, target_recall)
+                place = slice(tile.start - segment.offset, tile.stop - segment.offset)
+                found = _tile_thresholds(tile, queries[:, :, place], k[keys], v[keys], config, scale, target_recall)
                 needed.append(found[0])
-                cheap.append(found[1])
+                cheap.append(found[1][:, int(CHEAP_SHARE * tile.candidates)])
+                others.append((rows, found[1]))
     if not needed:
         return None
-    return torch.maximum(torch.stack(needed).amax(0), torch.stack(cheap).amin(0).clamp_(max=MOST_CHEAP_THETA))
+    theta = torch.maximum(torch.stack(needed).amax(0), torch.stack(cheap).amin(0).clamp_(max=MOST_CHEAP_THETA))
+    scores += sum(rows * float((each <= theta[:, None]).sum()) for rows, each in others)
+    return Thresholds(theta, scores)
 
 
 def _tile_thresholds(
     tile: Tile, q: Tensor, k: Tensor, v: Tensor, config: AnchorAttentionConfig, scale: float, target_recall: float
 ) -> tuple[Tensor, Tensor]:
-    """Theta that a tile needs and theta that is cheap, (H,) each; q (Hkv, G, R, D) its rows, k and v (Hkv, n, ...)."""
+    """Theta that a tile needs, (H,), and theta that each candidate needs, (H, candidates) ascending.
+
+    Args:
+        q: (Hkv, G, R, D), the tile's rows.
+        k, v: (Hkv, n, ...), the sequence's keys and values.
+    """
     wide = accumulation_dtype(q.dtype)
     out, lse = v.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=wide)
     work = TileAttention(tile, q, out, lse, k, v, scale)
@@ -86,7 +109,7 @@ def _tile_thresholds(
         mass = (local_lse[head] - dense_lse[head]).exp_()[:, None]
         count = _least_count(mass, mass * local[head], weights, values, dense[head], target_recall)
         needed.append(order.values[head, count - 1] if count else order.values.new_tensor(-torch.inf))
-    return torch.stack(needed), order.values[:, int(CHEAP_SHARE * tile.candidates)]
+    return torch.stack(needed), order.values
 
 
 def _least_count(

@@ -65,8 +65,8 @@ class SageConfig(MemeffConfig):
         "How a block scores its tokens. 'attention': the attention that the rows of `query_rows` pay to them, known in "
         "the forward pass, so that only kept tokens are stored (least memory). 'gradient': the size of the gradient "
         "that comes back to them, the best choice of tokens, which needs the block inputs of all tokens (MeSP's "
-        "memory, SAGE's speed). 'value_norm': the size of their values, as in the authors' code, for models whose "
-        "attention can't be scored. 'random': a baseline.",
+        "memory, SAGE's speed). 'value_norm': the size of their values, as in the authors' code, which is cheaper "
+        "to score. 'random': a baseline; the same batch draws the same tokens.",
     )
     token_budget: float | str = option(
         0.5,
@@ -100,8 +100,8 @@ class SageConfig(MemeffConfig):
     keep_last: bool = option(
         True,
         TRUE_OR_FALSE,
-        "Whether the last real token of each sequence is always kept, inside the budget. It predicts the end of the "
-        "answer; False lets it compete with the others.",
+        "Whether the last real token of each sequence is always kept, inside the budget. Where the model is "
+        "asked for what follows; a causal LM's loss has no gradient there, so False frees a slot.",
     )
     dense_layers: tuple[int, ...] = option(
         (-1,),
