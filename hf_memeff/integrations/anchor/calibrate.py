@@ -12,25 +12,26 @@ from torch import Tensor, nn
 from hf_memeff.integrations.anchor.calls import AttentionCall
 from hf_memeff.integrations.anchor.running import run_observed
 from hf_memeff.integrations.anchor.settings import LayerState, layer_states
-from hf_memeff.ops.anchor.calibration import least_thresholds
+from hf_memeff.ops.anchor.calibration import Thresholds, least_thresholds
 from hf_memeff.ops.anchor.config import AnchorAttentionConfig
 
 
 def calibrate_anchor(model: nn.Module, input_ids: Tensor, target_recall: float = 0.95) -> AnchorAttentionConfig:
     """The least theta for each layer and head that keeps a share of the attention mass on a text.
 
-    One dense forward pass, in which each layer computes its attention once more and its candidates' weights for a
-    quarter
+    One dense forward pass, in which each layer computes its attention again, and its candidates' weights for a sample
     of the rows. Nothing is changed in the model: give the result to `set_anchor_config`, keep it with its ``save``.
 
     Args:
         model: a transformers model, wrapped by PEFT or not, under any attention implementation.
         input_ids: (B, N), a text like those to come and not one of them, without padding. The longer the better: the
             share holds in every superblock, and later ones are the harder. N has to exceed a superblock (2048) by far.
-        target_recall: share of each row's attention mass to keep, mean over the rows of a superblock, in (0, 1].
+        target_recall: share of each row's attention mass to keep, mean over the rows of a superblock, in (0, 1]; a
+            head's output may change by the rest of it, relative to its norm.
 
     Returns:
-        The model's present settings, with theta="auto" and the thresholds.
+        The model's present settings with theta="auto" and the thresholds. Where these are the defaults, ``step`` is the
+        default or half of it, whichever has fewer scores to compute on this text.
 
     Raises:
         ValueError: a target out of range, or a text too short for a layer to have candidates.
@@ -41,26 +42,34 @@ def calibrate_anchor(model: nn.Module, input_ids: Tensor, target_recall: float =
         )
     if input_ids.ndim != 2:
         raise ValueError(f"calibrate_anchor got input_ids {tuple(input_ids.shape)}, expected (batch, tokens).")
-    thresholds: dict[int, Tensor] = {}
+    base = next((state.config for _, _, state in layer_states(model)), AnchorAttentionConfig())
+    # where nobody chose a superblock, half of the paper's is tried as well: on a CPU it often has less to compute
+    steps = (base.step, base.step // 2) if base == AnchorAttentionConfig() else (base.step,)
+    found: dict[int, dict[int, Thresholds]] = {step: {} for step in steps}
 
     def observe(call: AttentionCall, state: LayerState) -> None:
-        segments = call.segments or ()
-        found = least_thresholds(
-            call.query, call.key, call.value, segments, state.config, call.scale, float(target_recall)
-        )
-        if found is not None:
-            before = thresholds.get(state.layer)
-            thresholds[state.layer] = found if before is None else torch.maximum(before, found)
+        for step in steps:
+            config = replace(state.config, step=step)
+            segments = call.segments or ()
+            layer = least_thresholds(call.query, call.key, call.value, segments, config, call.scale, target_recall)
+            before = found[step].get(state.layer)
+            if layer is not None and before is not None:  # a layer that a model goes through twice
+                layer = Thresholds(torch.maximum(layer.theta, before.theta), layer.scores + before.scores)
+            if layer is not None:
+                found[step][state.layer] = layer
 
-    base = next((state.config for _, _, state in layer_states(model)), AnchorAttentionConfig())
     changes: dict[str, Any] = {"theta": 12.0, "thresholds": None, "min_length": 1, "dense_tail": 0, "strict": False}
     run_observed(model, input_ids, observe, **changes)
-    if not thresholds:
+    if not found[base.step]:
         superblock = base.block_size * base.step
         raise ValueError(
             f"calibrate_anchor got {input_ids.shape[1]} tokens, in which no layer has keys to choose from, expected "
             f"well over {superblock}. Fix: pass a longer text, and a model with causal full-attention layers."
         )
+    step = min(steps, key=lambda step: sum(layer.scores for layer in found[step].values()))
     # upwards, so that the key that just reaches the target is kept
-    rows = {layer: [math.ceil(x * 1e4) / 1e4 for x in found.tolist()] for layer, found in sorted(thresholds.items())}
-    return replace(base, theta="auto", thresholds=rows)
+    rows = {
+        layer: [math.ceil(x * 1e4) / 1e4 for x in calibrated.theta.tolist()]
+        for layer, calibrated in sorted(found[step].items())
+    }
+    return replace(base, theta="auto", thresholds=rows, step=step)

@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from hf_memeff.integrations.anchor import calibrate
 from hf_memeff.integrations.attention import (
     NAME,
     AnchorAttentionConfig,
@@ -16,6 +17,7 @@ from hf_memeff.integrations.attention import (
     calibrate_anchor,
     set_anchor_config,
 )
+from hf_memeff.ops.anchor.calibration import Thresholds
 from integrations.anchor._models import SUPERBLOCK, build, keep_all, logits, tokens
 
 
@@ -92,3 +94,24 @@ def test_no_grad_is_left_behind() -> None:
     set_anchor_config(model, keep_all())
     calibrate_anchor(model, tokens(1, 200))
     assert all(parameter.grad is None for parameter in model.parameters()) and torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("cheaper", [16, 8])
+def test_defaults_get_the_superblock_with_fewer_scores_and_settings_keep_theirs(
+    cheaper: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    def counted(*args: Any) -> Thresholds:
+        step = args[4].step
+        tried.append(step)
+        return Thresholds(torch.full((4,), float(step)), 1.0 if step == cheaper else 2.0)
+
+    monkeypatch.setattr(calibrate, "least_thresholds", counted)
+    model = build("llama")
+    ids = tokens(1, 2049 + 128)
+    config = calibrate_anchor(model, ids)
+    assert (config.step, config.thresholds[0][0]) == (cheaper, cheaper) and set(tried) == {16, 8}
+    tried.clear()
+    set_anchor_config(model, AnchorAttentionConfig(theta=5.0))
+    assert calibrate_anchor(model, ids).step == 16 and set(tried) == {16}
