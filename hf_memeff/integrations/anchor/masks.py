@@ -54,7 +54,7 @@ def anchor_mask(
             mask.
         use_vmap: a user's function is part of the mask.
         config: the model's.
-        cache_position: positions of the queries, which transformers before 5.2 passes in place of ``q_length`` and
+        cache_position: positions of the queries, which transformers 5.0 passes in place of ``q_length`` and
             ``q_offset``.
         kwargs: passed on to ``sdpa_mask``; ``device`` among them.
 
