@@ -50,10 +50,13 @@ class CosinePlan:
 
 
 def planned_cosines(budgets: Sequence[float], saliencies: Sequence[str] = SALIENCIES) -> list[SageMethod]:
-    """Every saliency and budget: with the last block dense, with none dense, and with all keys."""
+    """Every saliency and budget: with the last block dense, with none dense, and with the other keys than its own."""
     methods = expand([f"sage-{saliency}" for saliency in saliencies], budgets)
-    variants: tuple[dict[str, Any], ...] = ({}, {"dense_layers": ()}, {"backward_keys": "all"})
-    return [replace(method, **variant) for variant in variants for method in methods]
+    return [
+        *methods,
+        *(replace(method, dense_layers=()) for method in methods),
+        *(replace(method, backward_keys="kept" if method.backward_keys == "all" else "all") for method in methods),
+    ]
 
 
 @dataclass

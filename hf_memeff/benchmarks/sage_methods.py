@@ -27,13 +27,17 @@ class SageMethod:
         name: one of `NAMES`.
         token_budget: SAGE's; None for the others.
         dense_layers: SAGE's; the default is its config's.
-        backward_keys: SAGE's, likewise.
+        backward_keys: SAGE's; empty for its config's default for the saliency, which takes its place.
     """
 
     name: str
     token_budget: float | None = None
     dense_layers: tuple[int, ...] = (-1,)
-    backward_keys: str = "kept"
+    backward_keys: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.backward_keys:
+            object.__setattr__(self, "backward_keys", SageConfig(saliency=self.saliency or "attention").backward_keys)
 
     @property
     def saliency(self) -> str | None:

@@ -68,7 +68,7 @@ def plot_cosines(results: Sequence[CosineResult], path: Path) -> bool:
     """Draw the mean cosine against the budget, at random adapters and after training, and the range over the batches.
 
     Args:
-        results: of any settings; those with the last block dense and the kept keys are drawn.
+        results: of any settings; those with the last block dense and each saliency's own keys are drawn.
         path: SVG file; its folder exists. The same results give the same bytes.
 
     Returns:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from hf_memeff.benchmarks.comparison import paired_ratio
-from hf_memeff.benchmarks.sage_cosine import RANDOM, TRAINED
+from hf_memeff.benchmarks.sage_cosine import RANDOM, TRAINED, planned_cosines
 from hf_memeff.benchmarks.sage_learning import BASE
 from hf_memeff.benchmarks.sage_methods import BUDGETS, LORA, MESP, SALIENCIES, SageMethod, expand
 from hf_memeff.benchmarks.sage_results import CosineResult, LearningResult, StepResult
@@ -16,8 +16,6 @@ from hf_memeff.benchmarks.tables import NOT_MEASURED, table
 
 HEADLINE_BUDGET = 0.25
 _DESCENDING = sorted(BUDGETS, reverse=True)
-_VARIANTS = (((-1,), "kept"), ((), "kept"), ((-1,), "all"))
-"""Dense layers and backward keys of `planned_cosines`."""
 
 
 def chosen_lora(results: Iterable[LearningResult], dataset: str) -> dict[int, LearningResult]:
@@ -143,7 +141,7 @@ def find_cosine(results: Iterable[CosineResult], adapter: str, method: SageMetho
 
 
 def cosine_table(results: Sequence[CosineResult]) -> str:
-    """Mean and minimum over the batches of the cosine, by saliency and budget, last block dense and keys "kept"."""
+    """Mean and minimum over the batches, by saliency and budget; last block dense, the saliency's own keys."""
     if not results:
         return NOT_MEASURED
     rows = []
@@ -165,8 +163,7 @@ def cosine_variants_table(results: Sequence[CosineResult]) -> str:
         return NOT_MEASURED
     rows = []
     for saliency in SALIENCIES:
-        for dense, keys in _VARIANTS:
-            method = SageMethod(f"sage-{saliency}", HEADLINE_BUDGET, dense, keys)
+        for method in planned_cosines((HEADLINE_BUDGET,), (saliency,)):
             cells: list[str] = []
             for adapter in (RANDOM, TRAINED):
                 own = find_cosine(results, adapter, method)
@@ -178,7 +175,8 @@ def cosine_variants_table(results: Sequence[CosineResult]) -> str:
                         f"{statistics.median(own.layer_cosines):.2f} ({min(own.layer_cosines):.2f})",
                     ]
                 )
-            rows.append([saliency.replace("_", " "), "last" if dense else "none", keys, *cells])
+            dense = "last" if method.dense_layers else "none"
+            rows.append([saliency.replace("_", " "), dense, method.backward_keys, *cells])
     header = [
         f"{what}, {words}"
         for words in ("random B", "trained")

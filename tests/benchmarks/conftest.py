@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from helpers import tiny_model
 from hf_memeff.benchmarks.cases import Case
 from hf_memeff.benchmarks.results import Environment, MethodResult
+from hf_memeff.benchmarks.sage_methods import SageMethod
 from hf_memeff.benchmarks.sage_results import CosineResult, LearningResult, StepResult
 
 MIB = 2**20
@@ -130,7 +131,8 @@ def pointing(
     saliency: str, budget: float, cosines: tuple[float, ...], adapter: str = "random", **fields: Any
 ) -> CosineResult:
     """Cosines on GSM8K, the same for two blocks."""
-    values: dict[str, Any] = {"dense_layers": (-1,), "backward_keys": "kept"} | fields
+    keys = SageMethod(f"sage-{saliency}", budget).backward_keys
+    values: dict[str, Any] = {"dense_layers": (-1,), "backward_keys": keys} | fields
     return CosineResult(
         dataset="gsm8k",
         model="SmolLM2-135M",

@@ -90,6 +90,6 @@ def test_cosines_by_budget_and_by_variant(cosines) -> None:
     assert table["random"] == ["-"] * 6
     variants = cosine_variants_table(cosines)
     assert "| attention | none | kept | 0.35 (0.30) | 0.65 (0.30) | - | - |" in variants
-    assert "| gradient | last | kept | 0.86 (0.84) | 0.92 (0.84) | 0.75 (0.70) | 0.85 (0.70) |" in variants
+    assert "| gradient | last | all | 0.86 (0.84) | 0.92 (0.84) | 0.75 (0.70) | 0.85 (0.70) |" in variants
     assert "| random | last | all | - | - | - | - |" in variants
     assert cosine_table([]) == cosine_variants_table([]) == NOT_MEASURED

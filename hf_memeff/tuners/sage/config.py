@@ -109,12 +109,13 @@ class SageConfig(MemeffConfig):
         "Blocks that keep every token, counted from the end where negative. The last block, (-1,), is the authors' "
         "choice for generation; () is fastest; more layers give more exact gradients for more time and memory.",
     )
-    backward_keys: str = option(
-        "kept",
-        one_of("kept", "all"),
+    backward_keys: str | None = option(
+        None,
+        Rule("'kept', 'all' or None", lambda value: value is None or _is_one_of(value, "kept", "all")),
         "Which keys the backward pass of attention sees. 'kept': the kept tokens' own, so that nothing of the full "
-        "length is stored. 'all': every token's keys, for gradients that are slightly more exact at small budgets and "
-        "up to about three times what a block stores.",
+        "length is stored. 'all': every token's keys, for more exact gradients and up to about three times what a "
+        "block stores. None: 'kept', but 'all' with saliency='gradient', which has the block's input at hand, so that "
+        "all keys cost it no memory.",
     )
     query_rows: str | int = option(
         "labels",
@@ -129,6 +130,8 @@ class SageConfig(MemeffConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.backward_keys is None:
+            self.backward_keys = "all" if self.saliency == "gradient" else "kept"
         if isinstance(self.dense_layers, list):  # as JSON and command lines have it
             self.dense_layers = tuple(self.dense_layers)
         for name in self._without_effect():

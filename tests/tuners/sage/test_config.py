@@ -93,7 +93,8 @@ def test_defaults_are_the_engine_s():
 def test_every_field_of_the_engine_s_has_a_config_field_with_help_that_names_what_can_be_chosen():
     own = {item.name: item for item in dataclasses.fields(SageConfig)}
     for item in dataclasses.fields(SalientTokens):
-        assert len(own[item.name].metadata["help"]) > 80 and own[item.name].default == item.default, item.name
+        assert len(own[item.name].metadata["help"]) > 80, item.name
+        assert getattr(SageConfig(), item.name) == item.default, item.name
     for name, choices in {
         "saliency": ("attention", "gradient", "value_norm", "random"),
         "token_budget": ("adaptive",),
@@ -119,6 +120,13 @@ def test_set_fields_reach_the_engine():
     options = SageConfig(**SET, tiled_loss="never", mlp_tile_tokens=8).engine_options()
     assert options == EngineOptions(salient=SalientTokens(**SET), tiled_loss="never", mlp_tile_tokens=8)
     assert SageConfig(query_rows=16).engine_options().salient.query_rows == 16
+
+
+@pytest.mark.parametrize("saliency", ["attention", "value_norm", "random", "gradient"])
+def test_where_all_keys_cost_no_memory_they_are_the_default(saliency):
+    assert SageConfig(saliency=saliency).backward_keys == ("all" if saliency == "gradient" else "kept")
+    for keys in ("kept", "all"):
+        assert SageConfig(saliency=saliency, backward_keys=keys).backward_keys == keys
 
 
 def test_lists_of_layers_become_tuples():
