@@ -45,7 +45,7 @@ class CosinePlan:
     rank: int = 16
     batches: int = 16
     rows_per_batch: int = 4
-    longest_row: int = 160
+    longest_row: int = 256
     b_std: float = 0.01
 
 

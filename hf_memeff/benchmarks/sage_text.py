@@ -26,7 +26,7 @@ class TokenRow:
     """One example.
 
     Attributes:
-        prompt: ids of the question.
+        prompt: ids of the question, in the model's chat form.
         answer: ids of the answer and the end token.
     """
 
@@ -55,14 +55,12 @@ class DataSet:
 
 
 DATA_SETS = {
-    "gsm8k": DataSet(
-        "GSM8K", "gsm8k_train.jsonl", "gsm8k_test.jsonl", lambda row: (f"{row['question']}\n", row["answer"])
-    ),
+    "gsm8k": DataSet("GSM8K", "gsm8k_train.jsonl", "gsm8k_test.jsonl", lambda row: (row["question"], row["answer"])),
     "boolq": DataSet(
         "BoolQ",
         "boolq_train.json",
         "boolq_test.json",
-        lambda row: ("".join(f"{part}\n" for part in (row["instruction"], row["input"]) if part), row["output"]),
+        lambda row: ("\n".join(part for part in (row["instruction"], row["input"]) if part), row["output"]),
     ),
 }
 """By name. GSM8K is one JSON object per line, BoolQ one list with the fields of instruction tuning."""
@@ -97,6 +95,14 @@ def read_texts(folder: Path, name: str, split: str) -> list[tuple[str, str]]:
         ) from error
 
 
+def as_prompt(tokenizer: Any, question: str) -> str:
+    """A question as the model expects it: a chat up to where the assistant answers, or a line without chat template."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        return f"{question}\n"
+    message = {"role": "user", "content": question}
+    return tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+
+
 def read_rows(
     folder: Path, name: str, split: str, tokenizer: Any, longest: int, count: int | None = None
 ) -> list[TokenRow]:
@@ -114,10 +120,11 @@ def read_rows(
         DataError: see `read_texts`; or there are fewer than ``count`` such rows.
     """
     rows: list[TokenRow] = []
-    for prompt, answer in read_texts(folder, name, split):
+    for question, answer in read_texts(folder, name, split):
         if len(rows) == count:
             break
-        prompt_ids, answer_ids = (tokenizer(text, add_special_tokens=False).input_ids for text in (prompt, answer))
+        texts = as_prompt(tokenizer, question), answer
+        prompt_ids, answer_ids = (tokenizer(text, add_special_tokens=False).input_ids for text in texts)
         row = TokenRow(tuple(prompt_ids), (*answer_ids, tokenizer.eos_token_id))
         if len(row) <= longest:
             rows.append(row)

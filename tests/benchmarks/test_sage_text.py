@@ -11,6 +11,7 @@ import torch
 from hf_memeff.benchmarks.sage_text import (
     DataError,
     TokenRow,
+    as_prompt,
     drawn_batches,
     in_order,
     labelled_tokens,
@@ -21,9 +22,16 @@ from hf_memeff.benchmarks.sage_text import (
 
 
 def test_question_and_answer_of_both_sets(data: Path) -> None:
-    assert read_texts(data, "gsm8k", "train")[1] == ("What is 1 + 3? Think.\n", "#### 4")
-    assert read_texts(data, "gsm8k", "test")[0] == ("What is 500 + 0? Think. Think.\n", "#### 500")
-    assert read_texts(data, "boolq", "train")[1] == ("is 1 odd?\n", "it is true")
+    assert read_texts(data, "gsm8k", "train")[1] == ("What is 1 + 3? Think.", "#### 4")
+    assert read_texts(data, "gsm8k", "test")[0] == ("What is 500 + 0? Think. Think.", "#### 500")
+    assert read_texts(data, "boolq", "train")[1] == ("is 1 odd?", "it is true")
+
+
+def test_a_model_with_a_chat_template_is_asked_in_it(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert as_prompt(tokenizer, "Why?") == "Why?\n"
+    loop = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", loop + "{% if add_generation_prompt %}<me>{% endif %}")
+    assert as_prompt(tokenizer, "Why?") == "<user>Why?<me>"
 
 
 def test_a_row_is_prompt_answer_and_end_and_long_ones_are_left_out(data: Path, tokenizer: Any) -> None:
