@@ -17,7 +17,7 @@ from hf_memeff.benchmarks.results import Environment, ResultsError
 from hf_memeff.benchmarks.sage_methods import LORA, SageMethod, make_model
 from hf_memeff.benchmarks.sage_results import LearningResult, Shelf, learning_key
 from hf_memeff.benchmarks.sage_runs import LearningPlan, Run, best_rate
-from hf_memeff.benchmarks.sage_text import TokenRow, drawn_batches, in_order, labelled_tokens, read_rows
+from hf_memeff.benchmarks.sage_text import TokenRow, drawn_batches, in_order, labelled_tokens, prompt_form, read_rows
 from hf_memeff.benchmarks.sage_training import Training, held_out_loss, save_adapter
 from hf_memeff.memory import measure_peak_memory
 
@@ -83,6 +83,9 @@ class Learning:
             for name in ("model", "rows_per_step", "longest_row", "rank", "test_rows", *steps):
                 if getattr(found, name) != getattr(self.plan, name):
                     raise _other_plan(found, f"{name}={getattr(found, name)}", f"{name}={getattr(self.plan, name)}")
+            form = prompt_form(self.tokenizer)
+            if found.prompt != form:
+                raise _other_plan(found, f"questions in the form {found.prompt!r}", repr(form))
         return found
 
     def _judge_base(self, dataset: str) -> None:
@@ -131,6 +134,7 @@ class Learning:
             rank=self.plan.rank,
             rows_per_step=self.plan.rows_per_step,
             longest_row=self.plan.longest_row,
+            prompt=prompt_form(self.tokenizer),
             test_rows=len(tests),
             test_tokens=sum(map(labelled_tokens, batches)),
             test_loss=held_out_loss(model, batches),

@@ -26,6 +26,7 @@ class LearningResult:
         steps: optimizer steps.
         rows_per_step: rows of a step.
         longest_row: most tokens of a row.
+        prompt: form of the question, "chat" or "line"; losses of one do not compare with the other's.
         test_rows: held-out rows.
         test_tokens: answer tokens in them.
         test_loss: mean cross-entropy per answer token.
@@ -48,6 +49,7 @@ class LearningResult:
     steps: int
     rows_per_step: int
     longest_row: int
+    prompt: str
     test_rows: int
     test_tokens: int
     test_loss: float

@@ -66,8 +66,8 @@ def read_ids(folder: Path, dataset: str, tokenizer: Any, rows: int, tokens: int)
         DataError: there is less text.
     """
     ids: list[int] = []
-    for prompt, answer in read_texts(folder, dataset, "train"):
-        ids += tokenizer(f"{prompt}{answer}\n\n", add_special_tokens=False).input_ids
+    for question, answer in read_texts(folder, dataset, "train"):
+        ids += tokenizer(f"{question}\n{answer}\n\n", add_special_tokens=False).input_ids
         if len(ids) >= rows * tokens:
             return torch.tensor(ids[: rows * tokens]).view(rows, tokens)
     raise DataError(f"Got {len(ids)} tokens of {dataset}, expected {rows * tokens}. Fix: use the whole published file.")

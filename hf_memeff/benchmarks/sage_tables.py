@@ -85,9 +85,9 @@ def learning_note(results: Sequence[LearningResult], dataset: str) -> str:
     rates = ", ".join(f"{rate:g} ({loss:.4f})" for rate, loss in tried)
     return (
         f"{run.model}, rank {run.rank} on every linear layer, fp32, {run.steps} steps of {run.rows_per_step} rows of "
-        f"at most {run.longest_row} tokens, loss over {base.test_tokens} answer tokens of {base.test_rows} held-out "
-        f"rows; LoRA's learning rates and their test loss with seed {first_seed}: {rates}; the best of them for every "
-        "method"
+        f"at most {run.longest_row} tokens, questions as a {run.prompt}, loss over {base.test_tokens} answer tokens of "
+        f"{base.test_rows} held-out rows; LoRA's learning rates and their test loss with seed {first_seed}: {rates}; "
+        "the best of them for every method"
     )
 
 

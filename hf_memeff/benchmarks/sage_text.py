@@ -95,9 +95,14 @@ def read_texts(folder: Path, name: str, split: str) -> list[tuple[str, str]]:
         ) from error
 
 
+def prompt_form(tokenizer: Any) -> str:
+    """How questions are put: "chat" where the tokenizer has a template, "line" elsewhere."""
+    return "line" if getattr(tokenizer, "chat_template", None) is None else "chat"
+
+
 def as_prompt(tokenizer: Any, question: str) -> str:
     """A question as the model expects it: a chat up to where the assistant answers, or a line without chat template."""
-    if getattr(tokenizer, "chat_template", None) is None:
+    if prompt_form(tokenizer) == "line":
         return f"{question}\n"
     message = {"role": "user", "content": question}
     return tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)

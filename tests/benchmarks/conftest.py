@@ -90,6 +90,7 @@ def learnt(method: str, seed: int, loss: float, budget: float | None = None, rat
         steps=100 if trained else 0,
         rows_per_step=4,
         longest_row=160,
+        prompt="chat",
         test_rows=64,
         test_tokens=5000,
         test_loss=loss,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,10 @@ def test_a_result_of_another_plan_is_refused(data: Path, base: Any, tokenizer: A
     learning(tmp_path, data, base, tokenizer, short).run(runs_of("lora", plan=short))
     with pytest.raises(ResultsError, match=r"measured with steps=2, expected steps=12.*--output DIR"):
         learning(tmp_path, data, base, tokenizer).run(runs_of("lora"))
+    chat = copy.copy(tokenizer)
+    chat.chat_template = "{{ messages[0]['content'] }}"
+    with pytest.raises(ResultsError, match="questions in the form 'line', expected 'chat'"):
+        learning(tmp_path, data, base, chat, short).run(runs_of("lora", plan=short))
     other = replace(short, rates=(1e-3, 1e-2, 3e-2))
     learning(tmp_path, data, base, tokenizer, short).run(runs_of("sage-random", plan=short))
     bench = learning(tmp_path, data, base, tokenizer, other)
