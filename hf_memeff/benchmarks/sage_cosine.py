@@ -20,7 +20,7 @@ from hf_memeff.benchmarks.sage_methods import LORA, SALIENCIES, SageMethod, expa
 from hf_memeff.benchmarks.sage_results import CosineResult, Shelf, cosine_key
 from hf_memeff.benchmarks.sage_text import Batch
 from hf_memeff.benchmarks.sage_training import load_adapter
-from hf_memeff.blocks.attach import set_token_budget
+from hf_memeff.blocks.attach_salient import set_token_budget
 
 RANDOM, TRAINED = "random", "trained"
 _BLOCK = re.compile(r"\.(\d+)\.")

@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_memeff.blocks.arguments import CACHE_NAMES, filled_cache
+from hf_memeff.blocks.attach_salient import dense_layers, look_for_salient_blocks, read_batches, salient_note
+from hf_memeff.blocks.attached import OPTIONS, attached_forward, attached_options
 from hf_memeff.blocks.batch_tokens import enter_decoder, enter_model, leave
-from hf_memeff.blocks.block import (
-    NEEDS_SCORES,
-    BlockForward,
-    hand_over,
-    say_once,
-    strict_message,
-    unscored_message,
-)
+from hf_memeff.blocks.block import BlockForward, hand_over, strict_message
 from hf_memeff.blocks.causal_loss import attach_loss, detach_loss, loss_report
 from hf_memeff.blocks.layouts import Layout, NormConvention, layout_of, norm_convention, part
 from hf_memeff.blocks.linear import LinearPlan, WeightLinear, plan_linear
-from hf_memeff.blocks.options import EngineOptions, SalientTokens
+from hf_memeff.blocks.options import EngineOptions
 from hf_memeff.blocks.selfcheck import check_block, needs_weights
 from hf_memeff.blocks.status import MemeffStatus, PathReport
 from hf_memeff.blocks.store import make_store
-
-_OPTIONS = "_hf_memeff_options"
 
 
 def attach_blocks(model: nn.Module, options: EngineOptions) -> None:
@@ -54,7 +47,7 @@ def attach_blocks(model: nn.Module, options: EngineOptions) -> None:
     verdicts: dict[Any, str] = {}
     unscored: dict[Any, str] = {}
     try:
-        dense = _dense_layers(options, [layer for _, layer in layers])
+        dense = dense_layers(options, [layer for _, layer in layers])
         for index, (name, layer) in enumerate(layers):
             forward = _make_forward(layer, index, len(layers), store, options)
             forward.salient = None if index in dense else options.salient
@@ -75,21 +68,21 @@ def attach_blocks(model: nn.Module, options: EngineOptions) -> None:
         if options.strict and not layers:
             raise RuntimeError(strict_message(type(model).__name__, "no decoder block was found in it"))
         if options.salient is not None and options.salient.token_budget != 1.0:
-            _look_for_salient_blocks(model, options)
+            look_for_salient_blocks(model, options)
         for parent in _parents(model, [layer for _, layer in layers]):
             if options.salient is not None:
-                _read_batches(parent, enter_decoder)
+                read_batches(parent, enter_decoder)
             if "use_cache" in inspect.signature(type(parent).forward).parameters:
                 parent.register_forward_pre_hook(build_no_cache, with_kwargs=True)
             parent.register_forward_hook(return_no_cache)
         if options.salient is not None:
-            _read_batches(model, enter_model)
+            read_batches(model, enter_model)
         _swap_factors(model, nn.Linear, WeightLinear)
         attach_loss(model, options)
     except BaseException:
         detach_blocks(model)
         raise
-    model.__dict__[_OPTIONS] = options
+    model.__dict__[OPTIONS] = options
 
 
 def detach_blocks(model: nn.Module) -> None:
@@ -109,54 +102,12 @@ def detach_blocks(model: nn.Module) -> None:
         _remove_hooks(module)
     _swap_factors(model, WeightLinear, nn.Linear)
     detach_loss(model)
-    model.__dict__.pop(_OPTIONS, None)
+    model.__dict__.pop(OPTIONS, None)
 
 
 def is_attached(model: nn.Module) -> bool:
     """Whether the engine is on this model."""
     return attached_options(model) is not None
-
-
-def attached_options(model: nn.Module) -> EngineOptions | None:
-    """The options that the engine runs with now, or ``None`` where it is not attached; ``model`` as for
-    ``attach_blocks``.
-    """
-    return model.__dict__.get(_OPTIONS)
-
-
-def set_token_budget(model: nn.Module, token_budget: float | str) -> None:
-    """Change how many tokens the backward pass of salient blocks keeps, from the next call on.
-
-    Args:
-        model: as for ``attach_blocks``, attached with salient tokens.
-        token_budget: a share in (0, 1] (1 keeps every token and scores none), or ``adaptive``.
-
-    Raises:
-        ValueError: the budget is out of its range, or the engine is not attached with salient tokens.
-    """
-    options = attached_options(model)
-    if options is None or options.salient is None:
-        raise ValueError(
-            "got a model that is not attached with salient tokens, expected one made with SageConfig. "
-            "Fix: get_peft_model(model, SageConfig(...)), or attach(model, SageConfig(...))."
-        )
-    if token_budget != "adaptive":
-        number = isinstance(token_budget, int | float) and not isinstance(token_budget, bool)
-        if not number or not 0.0 < token_budget <= 1.0:
-            raise ValueError(
-                f"got token_budget={token_budget!r}, expected a number above 0 and at most 1, or 'adaptive'. "
-                "Fix: pass one of these, such as 0.5."
-            )
-        token_budget = float(token_budget)
-    salient = dataclasses.replace(options.salient, token_budget=token_budget)
-    options = dataclasses.replace(options, salient=salient)
-    model.__dict__[_OPTIONS] = options
-    for layer in model.modules():
-        forward = _attached_forward(layer)
-        if forward is not None and forward.salient is not None:
-            forward.salient = salient
-    if token_budget != 1.0:
-        _look_for_salient_blocks(model, options)
 
 
 def engine_status(model: nn.Module) -> MemeffStatus:
@@ -166,7 +117,7 @@ def engine_status(model: nn.Module) -> MemeffStatus:
         return MemeffStatus(False)
     blocks, linears, inside = [], [], set()
     for name, layer in model.named_modules():
-        forward = _attached_forward(layer)
+        forward = attached_forward(layer)
         if forward is None:
             continue
         path, reason, plans = forward.path(layer)
@@ -183,21 +134,9 @@ def engine_status(model: nn.Module) -> MemeffStatus:
             linears.append(_linear_report(name, module, "outside", None))
     notes = ["no decoder block was found: adapters outside blocks run alone"] if not blocks else []
     if options.salient is not None:
-        notes.append(_salient_note(model, options.salient))
+        notes.append(salient_note(model, options.salient))
     return MemeffStatus(
         True, tuple(blocks), tuple(linears), loss_report(model, options), options.activation_store, tuple(notes)
-    )
-
-
-def _salient_note(model: nn.Module, salient: SalientTokens) -> str:
-    """What the report says about the tokens that backward passes leave out."""
-    found = [(f, layer) for layer in model.modules() if (f := _attached_forward(layer)) is not None]
-    sparse = [f for f, layer in found if f.sparse and f.path(layer)[0] == "structured"]
-    budget = salient.token_budget if isinstance(salient.token_budget, str) else f"{salient.token_budget:.4g}"
-    keys = "all, the attention being re-run whole" if _re_runs_attention(model) else salient.backward_keys
-    return (
-        f"approximate gradients in {len(sparse)} of {len(found)} blocks: token budget {budget}, saliency "
-        f"{salient.saliency}, backward keys {keys}; the other blocks keep every token"
     )
 
 
@@ -213,70 +152,6 @@ def _linear_report(name: str, module: nn.Module, path: str, plan: LinearPlan | N
     return PathReport(
         name, "lean" if lean else "peft", "outside a structured block" if path == "outside" else f"its block: {path}"
     )
-
-
-def _dense_layers(options: EngineOptions, layers: list[nn.Module]) -> set[int]:
-    """Indices of the blocks that keep every token: those of blocks of a known layout, or of all where there is none.
-
-    The blocks of a vision tower before the language model's are not counted.
-
-    Raises:
-        ValueError: one is out of range.
-    """
-    known = [index for index, layer in enumerate(layers) if layout_of(layer) is not None] or list(range(len(layers)))
-    count = len(known)
-    if options.salient is None or count == 0:
-        return set()
-    for index in options.salient.dense_layers:
-        if not -count <= index < count:
-            raise ValueError(
-                f"got the dense layer {index}, expected an index from {-count} to {count - 1}: the model has {count} "
-                "blocks. Fix: take it out of dense_layers."
-            )
-    return {known[index] for index in options.salient.dense_layers}
-
-
-def _look_for_salient_blocks(model: nn.Module, options: EngineOptions) -> None:
-    """Refuse a model none of whose blocks has a known layout where attention is to be scored; say it otherwise.
-
-    Raises:
-        ValueError: as above.
-        RuntimeError: ``strict``, and blocks see other keys in their backward pass than they were told to.
-    """
-    assert options.salient is not None
-    forwards = [f for m in model.modules() if (f := _attached_forward(m)) is not None and f.sparse]
-    unknown = [f for f in forwards if f.layout is None or f.refusal or f.verdict]
-    if forwards and len(unknown) == len(forwards):
-        reason = unknown[0].refusal or unknown[0].verdict or "the layout of its blocks is not known"
-        if options.salient.saliency in NEEDS_SCORES:
-            raise ValueError(unscored_message(type(model).__name__, options.salient.saliency, reason, exact=True))
-        say_once(f"no block of this {type(model).__name__} leaves tokens out, its gradients are exact: {reason}")
-    if options.strict and options.salient.backward_keys == "kept" and _re_runs_attention(model):
-        raise RuntimeError(
-            'got strict=True and backward_keys="kept" on a model whose attention drops out in training, expected one '
-            "that does not: such an attention is re-run whole, and its backward pass sees all keys. "
-            'Fix: set its attention dropout to 0, or pass backward_keys="all" or strict=False.'
-        )
-
-
-def _re_runs_attention(model: nn.Module) -> bool:
-    """Whether salient blocks have to run their attention whole in the backward pass."""
-    for layer in model.modules():
-        forward = _attached_forward(layer)
-        if forward is None or not forward.sparse or forward.layout is None or forward.refusal:
-            continue
-        attention = part(layer, forward.layout.attention)
-        module = getattr(attention, "attn_dropout", None)
-        rate = module.p if isinstance(module, nn.Dropout) else getattr(attention, "attention_dropout", 0.0)
-        if forward.unscored or (isinstance(rate, float) and rate > 0.0):
-            return True
-    return False
-
-
-def _read_batches(module: nn.Module, enter: Callable[..., None]) -> None:
-    """Have the calls of a module read what their batch says about its tokens."""
-    module.register_forward_pre_hook(enter, with_kwargs=True)
-    module.register_forward_hook(leave, always_call=True)
 
 
 def _decoder_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -330,14 +205,6 @@ def _set_forward(layer: nn.Module, forward: BlockForward) -> None:
     forward.previous = layer.__dict__.get(slot)
     layer.__dict__[slot] = forward
     layer.register_forward_pre_hook(hand_over, with_kwargs=True)
-
-
-def _attached_forward(layer: nn.Module) -> BlockForward | None:
-    for slot in ("forward", "_old_forward"):
-        forward = layer.__dict__.get(slot)
-        if isinstance(forward, BlockForward):
-            return forward
-    return None
 
 
 def _checked(forward: BlockForward, layer: nn.Module) -> str:

@@ -11,7 +11,8 @@ from peft.tuners.lora import LoraConfig, LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from torch import nn
 
-from hf_memeff.blocks.attach import attach_blocks, attached_options, detach_blocks, engine_status
+from hf_memeff.blocks.attach import attach_blocks, detach_blocks, engine_status
+from hf_memeff.blocks.attached import attached_options
 from hf_memeff.blocks.status import MemeffStatus
 from hf_memeff.tuners.checks import check_base_dtypes
 from hf_memeff.tuners.config import MemeffConfig, config_classes, refuse_variants

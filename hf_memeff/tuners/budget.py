@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from hf_memeff.blocks.attach import attached_options, set_token_budget
+from hf_memeff.blocks.attach_salient import set_token_budget
+from hf_memeff.blocks.attached import attached_options
 from hf_memeff.tuners.model import MemeffModel
 from hf_memeff.tuners.parts import model_parts
 

@@ -10,7 +10,8 @@ from blocks._models import LAYOUTS, LENGTH, adapted, engine, errors, packed_batc
 from blocks._salient import GivenTokens, kept_tokens, llama_reference
 from blocks._tolerances import FLOAT32_INSIDE, ORDER_OF_SUMS, relative_error
 from helpers import token_batch
-from hf_memeff.blocks.attach import engine_status, set_token_budget
+from hf_memeff.blocks.attach import engine_status
+from hf_memeff.blocks.attach_salient import set_token_budget
 from hf_memeff.blocks.options import SalientTokens
 from hf_memeff.memory import saved_tensor_bytes
 from hf_memeff.ops.selection import KeptTokens

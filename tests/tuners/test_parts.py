@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig
 
 from helpers import adapted_model
-from hf_memeff.blocks.attach import attached_options
+from hf_memeff.blocks.attached import attached_options
 from hf_memeff.tuners.parts import model_parts
 
 
