@@ -7,7 +7,7 @@ name may occur several times.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hf_memeff.benchmarks import sage_tables, tables
@@ -28,8 +28,10 @@ def blocks(results_folder: Path) -> dict[str, str]:
     """The content of every block, by name, from ``mesp.json``, ``families.json`` and ``sage_*.json``."""
     results = read_method_results(results_folder / "mesp.json")
     families = read_family_results(results_folder / "families.json")
+    steps = read_results(StepResult, results_folder / "sage_steps.json")
+    cosines = read_results(CosineResult, results_folder / "sage_cosine.json")
     return {
-        "methods": tables.methods_table(results),
+        "methods": tables.methods_table(results, sage_tables.method_rows(steps, cosines)),
         "peak": tables.peak_table(results),
         "time": tables.time_table(results),
         "other-cases": tables.other_cases_table(results),
@@ -39,14 +41,13 @@ def blocks(results_folder: Path) -> dict[str, str]:
         "families-measured-on": tables.measured_on(families),
         "gpu": tables.gpu_note(results),
         "gpu-store": tables.gpu_note(results, "mesp-cpu"),
-        **_sage_blocks(results_folder),
+        **_sage_blocks(read_results(LearningResult, results_folder / "sage_learning.json"), steps, cosines),
     }
 
 
-def _sage_blocks(results_folder: Path) -> dict[str, str]:
-    learning = read_results(LearningResult, results_folder / "sage_learning.json")
-    steps = read_results(StepResult, results_folder / "sage_steps.json")
-    cosines = read_results(CosineResult, results_folder / "sage_cosine.json")
+def _sage_blocks(
+    learning: Sequence[LearningResult], steps: Sequence[StepResult], cosines: Sequence[CosineResult]
+) -> dict[str, str]:
     contents = {
         "sage-claims": claims_table(learning, steps, cosines),
         "sage-steps": sage_tables.steps_table(steps),

@@ -91,6 +91,36 @@ def learning_note(results: Sequence[LearningResult], dataset: str) -> str:
     )
 
 
+def method_rows(steps: Sequence[StepResult], cosines: Sequence[CosineResult]) -> list[list[str]]:
+    """SAGE's row for the table of methods, at a budget of 0.25; none without a measured step."""
+    method = SageMethod("sage-attention", HEADLINE_BUDGET)
+    own, mesp, checkpointing = (find_step(steps, other) for other in (method, MESP, CHECKPOINTING))
+    if own is None or own.peak_bytes is None:
+        return []
+    setting = f"({own.model}, {own.rows} x {own.tokens} tokens)"
+    shares = [
+        f"{own.peak_bytes / other.peak_bytes:.0%} of {reference.title}".replace("%", " %")
+        for other, reference in ((checkpointing, CHECKPOINTING), (mesp, MESP))
+        if other is not None and other.peak_bytes
+    ]
+    times = [
+        f"{ratio:.2f} of {reference.title}"
+        for reference in (CHECKPOINTING, LORA)
+        if (ratio := time_ratio(own, reference)) is not None
+    ]
+    found = find_cosine(cosines, RANDOM, method)
+    cosine = "" if found is None else f"; cosine to LoRA's {statistics.fmean(found.cosines):.2f}"
+    return [
+        [
+            f"SAGE (`SageConfig`, budget {HEADLINE_BUDGET:g})",
+            f"approximate{cosine}",
+            f"{', '.join(shares)} {setting}",
+            f"{', '.join(times)} {setting}" if times else NOT_MEASURED,
+            "plain LoRA",
+        ]
+    ]
+
+
 def find_step(results: Iterable[StepResult], method: SageMethod) -> StepResult | None:
     """A method's step."""
     wanted = method.name, method.token_budget

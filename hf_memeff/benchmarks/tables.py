@@ -74,8 +74,8 @@ def other_cases_table(results: Sequence[MethodResult]) -> str:
     return table(header, rows) if rows else NOT_MEASURED
 
 
-def methods_table(results: Sequence[MethodResult]) -> str:
-    """What each of this package's methods saves, costs and promises."""
+def methods_table(results: Sequence[MethodResult], others: Sequence[Sequence[str]] = ()) -> str:
+    """What each of this package's methods saves, costs and promises: MeSP, and the rows of ``others``."""
     mesp = _headline(results, "mesp")
     if mesp is None:
         return NOT_MEASURED
@@ -90,17 +90,18 @@ def methods_table(results: Sequence[MethodResult]) -> str:
         if (share := _share(mesp, _headline(results, name))) is not None
     ]
     return table(
-        ["method", "gradients", f"peak memory ({mesp.model}, {mesp.tokens} tokens)", "step time", "saved adapter"],
+        ["method", "gradients", "peak memory", "step time", "saved adapter"],
         [
             [
                 "MeSP (`MespConfig`)",
                 f"LoRA's; largest fp32 error measured: {_error(max(errors))}",
-                ", ".join(saves),
+                f"{', '.join(saves)} ({mesp.model}, {mesp.tokens} tokens)",
                 f"{_ratio(longest)} of {METHODS[TIME_REFERENCE].title} ({longest.tokens} tokens)"
                 if longest
                 else NOT_MEASURED,
                 "plain LoRA",
-            ]
+            ],
+            *others,
         ],
     )
 

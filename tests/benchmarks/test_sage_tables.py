@@ -15,6 +15,7 @@ from hf_memeff.benchmarks.sage_tables import (
     cosine_variants_table,
     learning_note,
     learning_table,
+    method_rows,
     recovered_shares,
     steps_table,
     time_ratio,
@@ -93,3 +94,12 @@ def test_cosines_by_budget_and_by_variant(cosines) -> None:
     assert "| gradient | last | all | 0.86 (0.84) | 0.92 (0.84) | 0.75 (0.70) | 0.85 (0.70) |" in variants
     assert "| random | last | all | - | - | - | - |" in variants
     assert cosine_table([]) == cosine_variants_table([]) == NOT_MEASURED
+
+
+def test_the_row_of_the_methods_table(steps, cosines) -> None:
+    (row,) = method_rows(steps, cosines)
+    assert row[0] == "SAGE (`SageConfig`, budget 0.25)" and row[1] == "approximate; cosine to LoRA's 0.45"
+    assert "0.50 of LoRA + gradient checkpointing, 0.75 of LoRA (SmolLM2-135M, 4 x 512 tokens)" in row[3]
+    assert row[2].endswith("of MeSP (SmolLM2-135M, 4 x 512 tokens)")
+    assert method_rows([], cosines) == []
+    assert method_rows(steps, [])[0][1] == "approximate"
