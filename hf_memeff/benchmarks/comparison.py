@@ -173,13 +173,26 @@ def paired_ratio(seconds: Sequence[float], reference_seconds: Sequence[float]) -
     return statistics.median(a / b for a, b in zip(seconds, reference_seconds, strict=True))
 
 
-def timed(fn: Callable[[], object], device: str | torch.device) -> float:
-    """Seconds that a call takes, with the work it leaves to an accelerator."""
+WALL, PROCESS = "wall time", "CPU time of the process"
+_CLOCKS = {WALL: time.perf_counter, PROCESS: time.process_time}
+
+
+def steady_clock(device: str | torch.device) -> str:
+    """The clock to compare steps by: with one thread on the CPU, one that other processes cannot disturb.
+
+    With one thread CPU time is the wall time of an idle core, whatever else the machine does.
+    """
+    return PROCESS if torch.device(device).type == "cpu" and torch.get_num_threads() == 1 else WALL
+
+
+def timed(fn: Callable[[], object], device: str | torch.device, clock: str = WALL) -> float:
+    """Seconds that a call takes by a clock, with the work it leaves to an accelerator."""
+    now = _CLOCKS[clock]
     _synchronize(device)
-    start = time.perf_counter()
+    start = now()
     fn()
     _synchronize(device)
-    return time.perf_counter() - start
+    return now() - start
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:

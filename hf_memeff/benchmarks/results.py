@@ -102,6 +102,7 @@ class MethodResult:
             asked for; contains what the meter cannot see.
         step_seconds: one entry per timed round.
         reference_seconds: the time reference in the same rounds.
+        clock: what the seconds are.
         environment: what it was measured with.
     """
 
@@ -122,6 +123,7 @@ class MethodResult:
     resident_bytes: int | None
     step_seconds: tuple[float, ...]
     reference_seconds: tuple[float, ...]
+    clock: str
     environment: Environment
 
     @property

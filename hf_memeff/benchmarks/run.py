@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_memeff.benchmarks.cases import DTYPES, SEED, Case, load_base
-from hf_memeff.benchmarks.comparison import timed
+from hf_memeff.benchmarks.comparison import steady_clock, timed
 from hf_memeff.benchmarks.journal import Journal
 from hf_memeff.benchmarks.methods import GRADIENT_REFERENCE, METHODS, TIME_REFERENCE, Method, Trainee, make_trainee
 from hf_memeff.benchmarks.resident import resident_growth_bytes
@@ -147,6 +147,7 @@ class Bench:
                 resident_bytes=self._resident_bytes(case, method.name, base),
                 step_seconds=(),
                 reference_seconds=(),
+                clock=steady_clock(self.device),
                 environment=self.journal.environment,
             )
         )
@@ -168,7 +169,7 @@ class Bench:
             turn = index % len(order)
             for name in order[turn:] + order[:turn]:
                 self.advance(f"{case.key}: {name}, time", 0)
-                seconds[name] = timed(trainees[name].step, self.device)
+                seconds[name] = timed(trainees[name].step, self.device, steady_clock(self.device))
                 self.advance(case.key, 1)
             for name in set(todo) & set(trainees):
                 result = self.journal.results[case.key, name, self.device]

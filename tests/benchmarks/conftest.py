@@ -53,6 +53,7 @@ def made_up(method: str = "mesp", tokens: int = 1024, peak_mib: float = 10.0, ra
         resident_bytes=None,
         step_seconds=(2 * ratio, 4 * ratio, 9 * ratio),
         reference_seconds=(2.0, 4.0, 9.0),
+        clock="wall time",
         environment=ENVIRONMENT,
     )
 

@@ -13,9 +13,12 @@ from helpers import tiny_model
 from hf_memeff import MespConfig, SageConfig
 from hf_memeff.benchmarks.comparison import (
     METHODS,
+    PROCESS,
+    WALL,
     compare,
     fill_adapters,
     paired_ratio,
+    steady_clock,
     timed,
     with_shared_weights,
     wrap,
@@ -149,3 +152,15 @@ def test_bad_arguments_are_refused(change: dict[str, object], message: str) -> N
 def test_an_unknown_method_is_refused() -> None:
     with pytest.raises(ValueError, match="expected one of lora, lora-checkpointing, mesp"):
         wrap(tiny_model(), "mezo", **FIELDS)
+
+
+def test_one_thread_is_timed_by_the_work_it_does() -> None:
+    """Another process on the same core must not look like a slow method."""
+    assert torch.get_num_threads() == 1 and steady_clock("cpu") == PROCESS
+    assert timed(lambda: time.sleep(0.2), "cpu", PROCESS) < 0.1
+    assert timed(lambda: time.sleep(0.2), "cpu") >= 0.2
+    torch.set_num_threads(2)
+    try:
+        assert steady_clock("cpu") == WALL
+    finally:
+        torch.set_num_threads(1)

@@ -102,11 +102,11 @@ def test_an_interrupted_run_keeps_what_it_had(tmp_path: Path, monkeypatch: pytes
     path = tmp_path / "mesp.json"
     own, calls = module.timed, []
 
-    def third_step_interrupts(step, device):
+    def third_step_interrupts(step, device, clock):
         calls.append(device)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return own(step, device)
+        return own(step, device, clock)
 
     monkeypatch.setattr(module, "timed", third_step_interrupts)
     with pytest.raises(KeyboardInterrupt):
