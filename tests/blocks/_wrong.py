@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_memeff.blocks import attach, layouts, structured
+from hf_memeff.blocks import attach, layouts, passes
 from hf_memeff.blocks.layouts import Layout
 from hf_memeff.ops import lora_linear
 from hf_memeff.ops.norms import NormOp
@@ -196,12 +196,12 @@ def _wrong_convention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _wrong_branch(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = structured._Pass._branch
+    right = passes.Pass._branch
 
     def unmasked(self: Any, x: Tensor, mask: Any, rows: Any) -> Tensor:
         return right(self, x, None, rows)
 
-    monkeypatch.setattr(structured._Pass, "_branch", unmasked)
+    monkeypatch.setattr(passes.Pass, "_branch", unmasked)
 
 
 def _wrong_attention_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
