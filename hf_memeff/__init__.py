@@ -1,7 +1,8 @@
 """Memory-efficient fine-tuning for Hugging Face models: LoRA's exact gradients in far less activation memory (MeSP), or
 LoRA's forward with a backward pass through salient tokens (SAGE).
 
-Importing this package registers its tuners with PEFT and does nothing else.
+Importing this package registers its tuners with PEFT and does nothing else. The callbacks work with any adapter:
+`PeakMemoryCallback` logs what a step needs, `AdapterHealthCallback` names adapters that do not learn.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -18,16 +19,20 @@ from hf_memeff.tuners.sage import SageConfig  # noqa: E402
 
 if TYPE_CHECKING:
     from hf_memeff.integrations.callbacks import (
+        AdapterHealthCallback,
         GradientProbeCallback,
         MespCallback,
+        PeakMemoryCallback,
         SageBudgetCallback,
         SageCallback,
     )
 
 __all__ = [
+    "AdapterHealthCallback",
     "GradientProbeCallback",
     "MespCallback",
     "MespConfig",
+    "PeakMemoryCallback",
     "SageBudgetCallback",
     "SageCallback",
     "SageConfig",
@@ -39,7 +44,7 @@ __all__ = [
     "saved_tensor_bytes",
 ]
 
-_CALLBACKS = ("GradientProbeCallback", "MespCallback", "SageBudgetCallback", "SageCallback")
+_CALLBACKS = {name for name in __all__ if name.endswith("Callback")}
 
 
 def __getattr__(name: str) -> Any:

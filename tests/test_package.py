@@ -29,7 +29,8 @@ import hf_memeff
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 assert PEFT_TYPE_TO_CONFIG_MAPPING['MESP'] is hf_memeff.MespConfig
 assert PEFT_TYPE_TO_CONFIG_MAPPING['SAGE'] is hf_memeff.SageConfig
-for name in ('GradientProbeCallback', 'MespCallback', 'SageBudgetCallback', 'SageCallback'):
+for name in ('AdapterHealthCallback', 'GradientProbeCallback', 'MespCallback', 'PeakMemoryCallback',
+             'SageBudgetCallback', 'SageCallback'):
     assert getattr(hf_memeff, name).__name__ == name
 print('ok')
 """

@@ -6,15 +6,15 @@ import math
 from typing import Any
 
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from hf_memeff.integrations.logs import add_to_logs
+from hf_memeff.integrations.logs import LoggingCallback, add_to_logs
 from hf_memeff.tuners.budget import change_token_budget, configured_token_budget, token_budget_of
 
 SCHEDULES = ("linear", "cosine")
 
 
-class SageBudgetCallback(TrainerCallback):
+class SageBudgetCallback(LoggingCallback):
     """Anneal the token budget of a SAGE model over training.
 
     With f the share of the run's optimizer steps that are done, and u = (f - begin_fraction) / (end_fraction -
@@ -25,7 +25,7 @@ class SageBudgetCallback(TrainerCallback):
 
     The budget of the last step goes into the Trainer's logs as "sage/token_budget": into `trainer.state.log_history`,
     the printed lines, and callbacks that come after this one. The Trainer puts those of `report_to` first; to see the
-    budget there, pass them after it: `report_to="none", callbacks=[SageBudgetCallback(), WandbCallback()]`.
+    budget there, add this one with `SageBudgetCallback().add_to(trainer)`.
 
     Example:
         ```python

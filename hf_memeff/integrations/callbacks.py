@@ -7,7 +7,9 @@ from typing import Any, ClassVar
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hf_memeff.integrations.adapter_health import AdapterHealthCallback
 from hf_memeff.integrations.budget import SageBudgetCallback
+from hf_memeff.integrations.peak_memory import PeakMemoryCallback
 from hf_memeff.integrations.probe import GradientProbeCallback
 from hf_memeff.tuners.attach import attach, detach
 from hf_memeff.tuners.config import MemeffConfig, config_classes
@@ -16,7 +18,14 @@ from hf_memeff.tuners.model import MemeffModel
 from hf_memeff.tuners.parts import model_parts
 from hf_memeff.tuners.sage import SageConfig
 
-__all__ = ["GradientProbeCallback", "MespCallback", "SageBudgetCallback", "SageCallback"]
+__all__ = [
+    "AdapterHealthCallback",
+    "GradientProbeCallback",
+    "MespCallback",
+    "PeakMemoryCallback",
+    "SageBudgetCallback",
+    "SageCallback",
+]
 
 
 class AttachCallback(TrainerCallback):

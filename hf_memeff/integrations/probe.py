@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from hf_memeff.integrations.logs import add_to_logs
+from hf_memeff.integrations.logs import LoggingCallback, add_to_logs
 from hf_memeff.integrations.random_state import kept_random_state
 from hf_memeff.tuners.budget import change_token_budget
 
@@ -39,7 +39,7 @@ class GradientProbe:
     norm_ratio: float
 
 
-class GradientProbeCallback(TrainerCallback):
+class GradientProbeCallback(LoggingCallback):
     """Every n steps, log how well the SAGE gradient points the right way.
 
     On a small batch the gradient of all trained parameters is computed twice: with the token budget of that moment, and
