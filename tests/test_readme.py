@@ -151,3 +151,22 @@ def test_examples_run_and_save_a_plain_lora_adapter(
     adapter = PeftModel.from_pretrained(tiny_model(vocab_size=257), output)
     assert type(adapter.peft_config["default"]) is LoraConfig
     assert any(p.abs().max() > 0 for n, p in adapter.named_parameters() if "lora_B" in n)
+
+
+@pytest.mark.parametrize("method", ["mesp", "sage"])
+def test_the_accelerate_loop_runs_and_saves_a_plain_lora_adapter(
+    method: str, chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, output = ROOT / "examples" / "accelerate_loop.py", tmp_path / "out"
+    words = ["--model", str(chat_model), "--method", method, "--steps", "2", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", [str(script), *words])
+    scope = runpy.run_path(str(script), run_name="__main__")
+    assert len(scope["losses"]) == 2
+    assert scope["schedule"].get_last_lr() == [0.0]  # it ended with the run
+    status = memeff_status(scope["model"])
+    assert {block.path for block in status.blocks} == {"structured"}
+    assert any("approximate gradients" in note for note in status.notes) == (method == "sage")
+    adapter = PeftModel.from_pretrained(tiny_model(vocab_size=257), output)
+    assert type(adapter.peft_config["default"]) is LoraConfig
+    assert any(p.abs().max() > 0 for n, p in adapter.named_parameters() if "lora_B" in n)
+    assert len(script.read_text(encoding="utf-8").splitlines()) <= 80

@@ -89,7 +89,8 @@ class StepMeter:
         trace, self._trace = self._trace, None
         assert trace is not None
         trace.stop()
-        phase, found = "forward", {}
+        phase = "forward"
+        found: dict[int, StepPeaks] = {}
         wanted = _TYPES[self.device_type]
         # The trace's own events(): building its Python objects would take seconds per step.
         for event in sorted(trace.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
