@@ -14,7 +14,7 @@ import torch
 import transformers
 from tqdm.auto import tqdm
 
-from hf_memeff.benchmarks import sage_cli
+from hf_memeff.benchmarks import anchor_cli, sage_cli
 from hf_memeff.benchmarks.arguments import add_json, add_output, at_least
 from hf_memeff.benchmarks.cases import DTYPES, MODELS, Case, select_cases
 from hf_memeff.benchmarks.families import holds, measure_families
@@ -77,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output(families, "results")
     add_json(families)
     sage_cli.add_command(commands)
+    anchor_cli.add_command(commands)
 
 
 def run(
@@ -105,10 +106,15 @@ def run(
             return _run_families(arguments)
         if arguments.benchmark == "sage":
             return sage_cli.run(arguments, load_smollm2, load_tokenizer)
+        if arguments.benchmark == "anchor":
+            return anchor_cli.run(arguments, load_smollm2, load_tokenizer)
     except (OSError, DataError, RenderError, ResultsError) as error:
         print(f"hf-memeff bench: {error}", file=sys.stderr)
         return 2
-    print("hf-memeff bench: got nothing to do, expected mesp, families, sage or --render. See --help.", file=sys.stderr)
+    print(
+        "hf-memeff bench: got nothing to do, expected mesp, families, sage, anchor or --render. See --help.",
+        file=sys.stderr,
+    )
     return 2
 
 

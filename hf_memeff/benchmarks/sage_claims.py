@@ -4,44 +4,20 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from hf_memeff.benchmarks.claims import Claim, claims_rows
 from hf_memeff.benchmarks.sage_cosine import RANDOM
 from hf_memeff.benchmarks.sage_methods import LORA, MESP, SageMethod
 from hf_memeff.benchmarks.sage_results import CosineResult, LearningResult, StepResult
 from hf_memeff.benchmarks.sage_runs import SEEDS
 from hf_memeff.benchmarks.sage_steps import CHECKPOINTING
 from hf_memeff.benchmarks.sage_tables import HEADLINE_BUDGET, find_cosine, find_step, recovered_shares, time_ratio
-from hf_memeff.benchmarks.tables import NOT_MEASURED, table
+from hf_memeff.benchmarks.tables import NOT_MEASURED
 
 _ATTENTION, _GRADIENT, _RANDOM = (
     SageMethod(f"sage-{saliency}", HEADLINE_BUDGET) for saliency in ("attention", "gradient", "random")
 )
 _LEARNING_DATASET = "gsm8k"
-
-
-@dataclass(frozen=True)
-class Claim:
-    """One thing to show.
-
-    Attributes:
-        text: what, in words.
-        limit: the value to reach; None where it depends on what is not measured yet.
-        measured: the value reached; None if it is not measured.
-        at_most: whether the value may not exceed the limit, else not fall below it.
-    """
-
-    text: str
-    limit: float | None
-    measured: float | None
-    at_most: bool = False
-
-    @property
-    def holds(self) -> bool | None:
-        """Whether it was shown; None if it is not measured."""
-        if self.measured is None or self.limit is None:
-            return None
-        return self.measured <= self.limit if self.at_most else self.measured >= self.limit
 
 
 def claims(
@@ -57,17 +33,7 @@ def claims_table(
     """The claims as a table."""
     if not (learning or steps or cosines):
         return NOT_MEASURED
-    words = {True: "yes", False: "no", None: NOT_MEASURED}
-    rows = [
-        [
-            claim.text,
-            "-" if claim.limit is None else f"{'at most' if claim.at_most else 'at least'} {claim.limit:.2f}",
-            "-" if claim.measured is None else f"{claim.measured:.3f}",
-            words[claim.holds],
-        ]
-        for claim in claims(learning, steps, cosines)
-    ]
-    return table(["at a token budget of 0.25", "wanted", "measured", "holds"], rows)
+    return claims_rows("at a token budget of 0.25", claims(learning, steps, cosines))
 
 
 def _step_claims(steps: Sequence[StepResult]) -> list[Claim]:

@@ -19,11 +19,12 @@ from hf_memeff.benchmarks.sage_cosine import CosinePlan, Cosines, planned_cosine
 from hf_memeff.benchmarks.sage_learning import Learning
 from hf_memeff.benchmarks.sage_methods import BUDGETS, LORA, NAMES, SALIENCIES
 from hf_memeff.benchmarks.sage_plot import plot_cosines, plot_learning
-from hf_memeff.benchmarks.sage_results import CosineResult, LearningResult, Shelf, StepResult, joined, learning_key
+from hf_memeff.benchmarks.sage_results import CosineResult, LearningResult, StepResult, learning_key
 from hf_memeff.benchmarks.sage_runs import SEEDS, LearningPlan, best_rate, planned_runs
 from hf_memeff.benchmarks.sage_steps import StepPlan, Steps, planned_steps, read_ids
 from hf_memeff.benchmarks.sage_tables import cosine_table, learning_table, steps_table
 from hf_memeff.benchmarks.sage_text import DATA_SETS, DataError, in_order, read_rows, read_texts
+from hf_memeff.benchmarks.shelf import Shelf, joined
 
 PARTS = ("steps", "learning", "cosine")
 

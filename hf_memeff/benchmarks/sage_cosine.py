@@ -17,9 +17,10 @@ from hf_memeff.benchmarks.cases import SEED
 from hf_memeff.benchmarks.comparison import fill_adapters
 from hf_memeff.benchmarks.results import Environment
 from hf_memeff.benchmarks.sage_methods import LORA, SALIENCIES, SageMethod, expand, make_model
-from hf_memeff.benchmarks.sage_results import CosineResult, Shelf, cosine_key
+from hf_memeff.benchmarks.sage_results import CosineResult, cosine_key
 from hf_memeff.benchmarks.sage_text import Batch
 from hf_memeff.benchmarks.sage_training import load_adapter
+from hf_memeff.benchmarks.shelf import Shelf
 from hf_memeff.blocks.attach_salient import set_token_budget
 
 RANDOM, TRAINED = "random", "trained"

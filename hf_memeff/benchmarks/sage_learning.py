@@ -15,10 +15,11 @@ from typing import Any
 
 from hf_memeff.benchmarks.results import Environment, ResultsError
 from hf_memeff.benchmarks.sage_methods import LORA, SageMethod, make_model
-from hf_memeff.benchmarks.sage_results import LearningResult, Shelf, learning_key
+from hf_memeff.benchmarks.sage_results import LearningResult, learning_key
 from hf_memeff.benchmarks.sage_runs import LearningPlan, Run, best_rate
 from hf_memeff.benchmarks.sage_text import TokenRow, drawn_batches, in_order, labelled_tokens, prompt_form, read_rows
 from hf_memeff.benchmarks.sage_training import Training, held_out_loss, save_adapter
+from hf_memeff.benchmarks.shelf import Shelf
 from hf_memeff.memory import measure_peak_memory
 
 BASE = "base"

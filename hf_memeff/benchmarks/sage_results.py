@@ -1,13 +1,10 @@
-"""What the SAGE benchmark measures, and the folder where every measurement has a file of its own."""
+"""What the SAGE benchmark measures."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Generic, TypeVar
 
-from hf_memeff.benchmarks.results import Environment, ResultsError, read_results, write_results
+from hf_memeff.benchmarks.results import Environment
 from hf_memeff.benchmarks.sage_methods import SageMethod
 
 
@@ -178,54 +175,3 @@ def cosine_key(dataset: str, adapter: str, method: SageMethod) -> str:
     """Name of a measurement's file."""
     dense = f"dense{','.join(map(str, method.dense_layers)) or 'none'}"
     return f"{dataset}-{adapter}-{method.saliency}-{method.token_budget:g}-{dense}-{method.backward_keys}"
-
-
-Kept = TypeVar("Kept", LearningResult, StepResult, CosineResult)
-
-
-@dataclass(frozen=True)
-class Shelf(Generic[Kept]):
-    """A folder with one file per result, so that an interrupted run loses none and a later one repeats none.
-
-    Attributes:
-        kind: class of the results.
-        folder: where the files are.
-    """
-
-    kind: type[Kept]
-    folder: Path
-
-    def find(self, key: str) -> Kept | None:
-        """The result of a name; None if it is not there.
-
-        Raises:
-            ResultsError: its file holds something else.
-        """
-        found = read_results(self.kind, self._path(key))
-        if not found:
-            return None
-        if len(found) > 1 or found[0].key != key:
-            raise ResultsError(
-                f"Got {self._path(key)} with the results {', '.join(result.key for result in found)}, expected {key} "
-                "alone. Fix: move it away, or --output DIR."
-            )
-        return found[0]
-
-    def add(self, result: Kept) -> None:
-        """Write a result, in place of an older one of its name."""
-        write_results([result], self._path(result.key))
-
-    def all(self) -> list[Kept]:
-        """Every result, by name."""
-        found = (self.find(path.stem) for path in sorted(self.folder.glob("[!.]*.json")))
-        return [result for result in found if result is not None]
-
-    def _path(self, key: str) -> Path:
-        return self.folder / f"{key}.json"
-
-
-def joined(results: Iterable[Kept], path: Path) -> None:
-    """Write results into one file, as the package keeps the committed ones; nothing if there are none."""
-    results = list(results)
-    if results:
-        write_results(results, path)

@@ -17,8 +17,9 @@ from hf_memeff.benchmarks.comparison import fill_adapters, timed
 from hf_memeff.benchmarks.results import Environment
 from hf_memeff.benchmarks.run import available_bytes
 from hf_memeff.benchmarks.sage_methods import LORA, MESP, SageMethod, expand, make_model
-from hf_memeff.benchmarks.sage_results import Shelf, StepResult, method_key, step_key
+from hf_memeff.benchmarks.sage_results import StepResult, method_key, step_key
 from hf_memeff.benchmarks.sage_text import DataError, read_texts
+from hf_memeff.benchmarks.shelf import Shelf
 from hf_memeff.memory import measure_peak_memory, saved_tensor_bytes
 
 CHECKPOINTING = SageMethod("lora-checkpointing")

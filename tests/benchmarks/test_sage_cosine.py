@@ -14,9 +14,10 @@ from hf_memeff.benchmarks.comparison import fill_adapters
 from hf_memeff.benchmarks.results import Environment
 from hf_memeff.benchmarks.sage_cosine import CosinePlan, Cosines, block_gradients, cosine, planned_cosines
 from hf_memeff.benchmarks.sage_methods import LORA, SageMethod, make_model
-from hf_memeff.benchmarks.sage_results import CosineResult, Shelf
+from hf_memeff.benchmarks.sage_results import CosineResult
 from hf_memeff.benchmarks.sage_text import Batch, in_order, read_rows
 from hf_memeff.benchmarks.sage_training import Training, save_adapter
+from hf_memeff.benchmarks.shelf import Shelf
 
 PLAN = CosinePlan(model="tiny", rank=2, batches=3, rows_per_batch=4, b_std=0.1)
 

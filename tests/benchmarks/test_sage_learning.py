@@ -14,10 +14,11 @@ from hf_memeff.benchmarks import sage_learning as module
 from hf_memeff.benchmarks.results import Environment, ResultsError
 from hf_memeff.benchmarks.sage_learning import Learning
 from hf_memeff.benchmarks.sage_methods import SageMethod, make_model
-from hf_memeff.benchmarks.sage_results import LearningResult, Shelf
+from hf_memeff.benchmarks.sage_results import LearningResult
 from hf_memeff.benchmarks.sage_runs import LEARNING_NAMES, LearningPlan, Run, best_rate, planned_runs
 from hf_memeff.benchmarks.sage_text import in_order, read_rows
 from hf_memeff.benchmarks.sage_training import Training, held_out_loss, load_adapter
+from hf_memeff.benchmarks.shelf import Shelf
 
 PLAN = LearningPlan(model="tiny", steps=12, rank=4, test_rows=8, rates=(1e-3, 1e-2))
 

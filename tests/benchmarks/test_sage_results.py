@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from hf_memeff.benchmarks.results import ResultsError, read_results
-from hf_memeff.benchmarks.sage_results import CosineResult, LearningResult, Shelf, StepResult, joined
+from hf_memeff.benchmarks.sage_results import CosineResult, LearningResult, StepResult
+from hf_memeff.benchmarks.shelf import Shelf, joined
 
 
 def test_every_kind_comes_back_as_it_was(learning, steps, cosines, tmp_path: Path) -> None:

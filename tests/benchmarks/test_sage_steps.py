@@ -12,9 +12,10 @@ import torch
 from hf_memeff.benchmarks import sage_steps as module
 from hf_memeff.benchmarks.results import Environment
 from hf_memeff.benchmarks.sage_methods import LORA, MESP, SageMethod
-from hf_memeff.benchmarks.sage_results import Shelf, StepResult
+from hf_memeff.benchmarks.sage_results import StepResult
 from hf_memeff.benchmarks.sage_steps import CHECKPOINTING, StepPlan, Steps, planned_steps, read_ids
 from hf_memeff.benchmarks.sage_text import DataError
+from hf_memeff.benchmarks.shelf import Shelf
 
 PLAN = StepPlan(model="tiny", rows=2, tokens=64, rank=2, rounds=2)
 SAGE = SageMethod("sage-attention", 0.25)
