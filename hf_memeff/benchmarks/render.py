@@ -10,13 +10,15 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hf_memeff.benchmarks import sage_tables, tables
+from hf_memeff.benchmarks import anchor_claims, anchor_tables, sage_tables, tables
+from hf_memeff.benchmarks.anchor_results import NeedleResult, OpResult, PeerResult, PrefillResult
 from hf_memeff.benchmarks.results import read_family_results, read_method_results, read_results
 from hf_memeff.benchmarks.sage_claims import claims_table
 from hf_memeff.benchmarks.sage_results import CosineResult, LearningResult, StepResult
 from hf_memeff.benchmarks.sage_text import DATA_SETS
 
 _BLOCK = re.compile(r"(<!-- memeff:begin ([\w-]+) -->)(.*?)(<!-- memeff:end -->)", re.DOTALL)
+_ANCHOR_TOKENS = 8192  # of the table of AnchorAttention's layers, one by one
 _MARK = re.compile(r"<!-- memeff:(?:begin|end)\b")
 
 
@@ -25,7 +27,7 @@ class RenderError(ValueError):
 
 
 def blocks(results_folder: Path) -> dict[str, str]:
-    """The content of every block, by name, from ``mesp.json``, ``families.json`` and ``sage_*.json``."""
+    """The content of every block, by name, from the ``*.json`` that the benchmarks write."""
     results = read_method_results(results_folder / "mesp.json")
     families = read_family_results(results_folder / "families.json")
     steps = read_results(StepResult, results_folder / "sage_steps.json")
@@ -42,6 +44,7 @@ def blocks(results_folder: Path) -> dict[str, str]:
         "gpu": tables.gpu_note(results),
         "gpu-store": tables.gpu_note(results, "mesp-cpu"),
         **_sage_blocks(read_results(LearningResult, results_folder / "sage_learning.json"), steps, cosines),
+        **_anchor_blocks(results_folder),
     }
 
 
@@ -59,6 +62,23 @@ def _sage_blocks(
         contents[f"sage-learning-{name}"] = sage_tables.learning_table(learning, name)
         contents[f"sage-learning-{name}-note"] = sage_tables.learning_note(learning, name)
     return contents
+
+
+def _anchor_blocks(folder: Path) -> dict[str, str]:
+    ops = read_results(OpResult, folder / "anchor_op.json")
+    prefills = read_results(PrefillResult, folder / "anchor_prefill.json")
+    needles = read_results(NeedleResult, folder / "anchor_needle.json")
+    peers = read_results(PeerResult, folder / "anchor_peers.json")
+    return {
+        "anchor-claims": anchor_claims.claims_table(ops, prefills, needles, peers),
+        "anchor-op": anchor_tables.op_table(ops),
+        "anchor-op-layers": anchor_tables.op_layers_table(ops, _ANCHOR_TOKENS),
+        "anchor-prefill": anchor_tables.prefill_table(prefills),
+        "anchor-needle": anchor_tables.needle_table(needles),
+        "anchor-peers": anchor_tables.peer_table(peers),
+        "anchor-peers-note": anchor_tables.peer_note(peers),
+        "anchor-measured-on": tables.measured_on([*ops, *prefills, *needles, *peers]),
+    }
 
 
 def fill(text: str, contents: Mapping[str, str]) -> str:
