@@ -1,6 +1,7 @@
 """Published cases (a): gradient checkpointing in a user's own loop, and the contract of the autograd graph."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -10,9 +11,17 @@ from torch.utils.checkpoint import checkpoint
 from transformers.utils import logging as transformers_logging
 
 from helpers import fill_adapters, loss_and_gradients, tiny_model, token_batch, worst_relative_error
-from hf_memeff import MespConfig, attach, memeff_status
+from hf_memeff import MespConfig, SageConfig, attach, memeff_status
 from integration._training import LORA, adapted, logged
 
+METHODS = {
+    "mesp": MespConfig,
+    "sage": partial(SageConfig, token_budget=1.0),
+    "sparse sage": partial(SageConfig, token_budget=0.4, sink_tokens=1, dense_layers=()),
+}
+"""The first two have LoRA's gradients; what the third has must not depend on what surrounds the model."""
+
+methods = pytest.mark.parametrize("method", METHODS)
 REENTRANT = {"unset": None, "True": {"use_reentrant": True}, "False": {"use_reentrant": False}}
 
 
@@ -26,6 +35,12 @@ def checkpointed(config_cls, keywords, order, **settings):
     if order == "after":
         model.activation_checkpointing_enable(keywords)
     return model
+
+
+def right_gradients(method, batch, **settings):
+    """Loss and gradients without checkpointing or hooks: LoRA's, or those of the sparse method itself."""
+    config_cls = METHODS[method] if method == "sparse sage" else LoraConfig
+    return loss_and_gradients(adapted(config_cls, **settings), batch)
 
 
 def memeff_model(way, keywords, order):
@@ -48,6 +63,17 @@ def test_c01_frozen_embeddings_do_not_cut_off_the_gradients(keywords, order, way
         assert gradient.abs().max() > 0 and (gradient - expected[name]).abs().max() <= 1e-6, name
 
 
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("keywords", REENTRANT.values(), ids=REENTRANT)
+@pytest.mark.parametrize("method", ["sage", "sparse sage"])
+def test_c01_nor_those_of_sage(method, keywords, order):
+    loss, expected = right_gradients(method, token_batch())
+    ours, gradients = loss_and_gradients(checkpointed(METHODS[method], keywords, order), token_batch())
+    assert abs(loss - ours) <= 1e-6 and len(gradients) == 28
+    for name, gradient in gradients.items():
+        assert gradient.abs().max() > 0 and (gradient - expected[name]).abs().max() <= 1e-6, name
+
+
 @pytest.mark.parametrize("way", ["lora", "config", "attach"])
 def test_c01_one_line_instead_of_transformers_warning_for_the_cache(nothing_said, way):
     transformers_logging.warning_once.cache_clear()
@@ -63,28 +89,45 @@ def test_c01_one_line_instead_of_transformers_warning_for_the_cache(nothing_said
         assert not about_cache and len(ours) == 1 and "checkpointing" in ours[0] and "cache" in ours[0]
 
 
-def test_c02_adapters_that_lora_leaves_dead_are_trained():
+@methods
+def test_c02_adapters_that_lora_leaves_dead_are_trained(method):
     """Reentrant checkpointing without the hook on the embeddings: the head learns, the loss falls, no adapter moves."""
     stock, ours = (
         checkpointed(cls, {"use_reentrant": True}, "after", modules_to_save=["lm_head"])
-        for cls in (LoraConfig, MespConfig)
+        for cls in (LoraConfig, METHODS[method])
     )
     for model in (stock, ours):
         model.disable_input_require_grads()
     with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True"):
         _, dead = loss_and_gradients(stock, token_batch())
     assert not [name for name in dead if "lora_" in name]
-    _, expected = loss_and_gradients(adapted(modules_to_save=["lm_head"]), token_batch())
+    _, expected = right_gradients(method, token_batch(), modules_to_save=["lm_head"])
     _, gradients = loss_and_gradients(ours, token_batch())
     assert worst_relative_error(gradients, expected) <= 1e-5
     assert all(gradient.abs().max() > 0 for gradient in gradients.values())
 
 
+@methods
 @pytest.mark.parametrize("keywords", REENTRANT.values(), ids=REENTRANT)
-def test_c04_random_numbers_of_the_forward_are_those_of_the_re_run(keywords):
-    expected = loss_and_gradients(adapted(lora_dropout=0.3), token_batch())
-    ours = loss_and_gradients(checkpointed(MespConfig, keywords, "after", lora_dropout=0.3), token_batch())
+def test_c04_random_numbers_of_the_forward_are_those_of_the_re_run(keywords, method):
+    expected = right_gradients(method, token_batch(), lora_dropout=0.3)
+    ours = loss_and_gradients(checkpointed(METHODS[method], keywords, "after", lora_dropout=0.3), token_batch())
     assert abs(expected[0] - ours[0]) <= 1e-6 and worst_relative_error(ours[1], expected[1]) <= 1e-5
+
+
+@pytest.mark.parametrize("saliency", ["random", "attention", "loss", "gradient", "value_norm"])
+def test_c04_the_choice_of_tokens_is_the_same_under_checkpointing_and_in_a_second_call(saliency):
+    """Nothing counts calls: gradients are equal to the bit, and another choice would change them."""
+    settings = {"token_budget": 0.3, "sink_tokens": 1, "dense_layers": (), "saliency": saliency, "lora_dropout": 0.2}
+    plain = adapted(SageConfig, **settings)
+    expected = loss_and_gradients(plain, token_batch())
+    assert worst_relative_error(loss_and_gradients(plain, token_batch())[1], expected[1]) == 0
+    for use_reentrant in (True, False):
+        model = checkpointed(SageConfig, {"use_reentrant": use_reentrant}, "after", **settings)
+        loss, gradients = loss_and_gradients(model, token_batch())
+        assert loss == expected[0] and worst_relative_error(gradients, expected[1]) == 0
+    other = loss_and_gradients(adapted(SageConfig, **{**settings, "token_budget": 0.4}), token_batch())
+    assert worst_relative_error(other[1], expected[1]) > 1e-3
 
 
 def test_c04_arguments_that_arrive_through_hooks_are_not_lost():
@@ -108,8 +151,9 @@ def varied_batches(count):
         yield batch
 
 
-def test_c05_saved_tensors_depend_on_shapes_and_settings_alone():
-    model = adapted(MespConfig, lora_dropout=0.1, target_modules=["q_proj", "down_proj"]).train()
+@methods
+def test_c05_saved_tensors_depend_on_shapes_and_settings_alone(method):
+    model = adapted(METHODS[method], lora_dropout=0.1, target_modules=["q_proj", "down_proj"]).train()
     seen = []
     for batch in varied_batches(20):
         saved: list = []
@@ -144,6 +188,16 @@ def test_c05_blocks_run_inside_an_outer_checkpoint(use_reentrant):
         model.zero_grad()
 
 
+@methods
+def test_c05_checkpointed_steps_with_random_batches(method):
+    """Non-reentrant checkpointing compares shapes and dtypes of what the two passes save."""
+    model = checkpointed(METHODS[method], {"use_reentrant": False}, "after", lora_dropout=0.1)
+    plain = adapted(METHODS[method], lora_dropout=0.1)
+    for batch in varied_batches(20):
+        _, expected = loss_and_gradients(plain, batch)
+        assert worst_relative_error(loss_and_gradients(model, batch)[1], expected) <= 1e-5
+
+
 class Elsewhere:
     """Saved-tensor hooks that keep each tensor's bytes out of torch and hand back another one with the same values."""
 
@@ -163,12 +217,13 @@ class Elsewhere:
         return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype).view(shape)
 
 
+@methods
 @pytest.mark.parametrize("store", ["memory", "disk"])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_c06_saved_tensors_may_be_moved_elsewhere(tmp_path, store, dropout):
-    _, expected = loss_and_gradients(adapted(lora_dropout=dropout), token_batch())
+def test_c06_saved_tensors_may_be_moved_elsewhere(tmp_path, store, dropout, method):
+    _, expected = right_gradients(method, token_batch(), lora_dropout=dropout)
     options = {"activation_store": store, "activation_store_dir": str(tmp_path) if store == "disk" else None}
-    model = adapted(MespConfig, lora_dropout=dropout, **options).train()
+    model = adapted(METHODS[method], lora_dropout=dropout, **options).train()
     moved = Elsewhere()
     torch.manual_seed(11)
     with moved():
@@ -212,9 +267,10 @@ def test_c06_the_search_for_stashed_tensors_finds_one():
     assert stashed_tensors(Stash.apply(torch.ones(2, requires_grad=True)).grad_fn) == [("StashBackward", "kept")]
 
 
-def test_c09_dropout_and_biases_stay_on_the_fast_path():
-    expected = loss_and_gradients(adapted(base=tiny_model("qwen2"), lora_dropout=0.1), token_batch())
-    model = adapted(MespConfig, tiny_model("qwen2"), lora_dropout=0.1, strict=True)
+@methods
+def test_c09_dropout_and_biases_stay_on_the_fast_path(method):
+    expected = right_gradients(method, token_batch(), base=tiny_model("qwen2"), lora_dropout=0.1)
+    model = adapted(METHODS[method], tiny_model("qwen2"), lora_dropout=0.1, strict=True)
     status = memeff_status(model)
     assert {(block.path, block.reason) for block in status.blocks} == {("structured", "")}
     assert {(linear.path, linear.reason) for linear in status.linears} == {("structured", "")}
