@@ -39,6 +39,7 @@ examples:
   hf-memeff bench mesp           memory, time and exactness of MeSP and what else there is
   hf-memeff bench mesp --help    what can be chosen
   hf-memeff bench sage           learning, memory, time and gradients of SAGE
+  hf-memeff bench anchor         speed, recall, loss and retrieval of AnchorAttention
   hf-memeff bench families       which block layouts are known, and whether they are exact
   hf-memeff bench --render       write the measured figures into README.md
 """
