@@ -19,6 +19,7 @@ from hf_memeff.blocks.causal_loss import attach_loss, detach_loss, loss_report
 from hf_memeff.blocks.layouts import Layout, NormConvention, layout_of, norm_convention, part
 from hf_memeff.blocks.linear import LinearPlan, WeightLinear, plan_linear
 from hf_memeff.blocks.options import EngineOptions
+from hf_memeff.blocks.readout import attach_readout, detach_readout
 from hf_memeff.blocks.selfcheck import check_block, needs_weights
 from hf_memeff.blocks.status import MemeffStatus, PathReport
 from hf_memeff.blocks.store import make_store
@@ -77,6 +78,8 @@ def attach_blocks(model: nn.Module, options: EngineOptions) -> None:
             parent.register_forward_hook(return_no_cache)
         if options.salient is not None:
             read_batches(model, enter_model)
+            if options.salient.saliency == "loss" and layers:
+                attach_readout(model, _parents(model, [layer for _, layer in layers]), "loss")
         _swap_factors(model, nn.Linear, WeightLinear)
         attach_loss(model, options)
     except BaseException:
@@ -102,6 +105,7 @@ def detach_blocks(model: nn.Module) -> None:
         _remove_hooks(module)
     _swap_factors(model, WeightLinear, nn.Linear)
     detach_loss(model)
+    detach_readout(model)
     model.__dict__.pop(OPTIONS, None)
 
 

@@ -28,7 +28,7 @@ from hf_memeff.ops.activations import Activation, identify_activation
 logger = logging.getLogger("hf_memeff")
 
 _UNNAMED = "its forward takes arguments without names, of which the hidden states cannot be told apart"
-NEEDS_SCORES = ("attention", "value_norm")  # saliencies that look at the attention's own tensors
+NEEDS_SCORES = ("attention", "loss", "value_norm")  # saliencies that look at the attention's own tensors
 SELF = "_hf_memeff_self"  # keyword under which the pre-hook hands a layer to its forward
 
 
@@ -176,7 +176,10 @@ class BlockForward:
             return self.structured(layer, hidden, others, plans)
         assert self.salient is not None
         tokens = current_tokens() or (self._tokens_again(layer, hidden) if _in_backward() else BatchTokens())
-        if tokens.predicted is None and self.salient.saliency == "attention" and self.salient.query_rows != "last":
+        asks_labels = self.salient.saliency == "loss" or (
+            self.salient.saliency == "attention" and self.salient.query_rows != "last"
+        )
+        if tokens.targets is None and asks_labels:
             say_once(
                 "the model sees no labels (the trainer keeps them), so that SAGE scores the attention of each "
                 "sequence's last token alone"

@@ -5,12 +5,15 @@ Only the query rows that a score needs are looked at, in tiles: no S x S matrix 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from hf_memeff.ops.attention import ScoreRule, capped_scores, probabilities, row_tiles, rows_log_sum_exp
 from hf_memeff.ops.precision import accumulation_dtype
 
+_READ_ROWS = 512  # rows of one tile of the early look
 _LOW = 32  # rows below which a tile's products are too thin to be fast
 
 
@@ -72,6 +75,40 @@ def attention_saliency(
         s[..., first:] += rule.bias(rows[:, tile], s.dtype, range(first, limit))
         total[:, :limit] += probabilities(s, lse[:, :, tile]).sum((1, 2))
     return total
+
+
+def loss_saliency(
+    hidden: Tensor, targets: Tensor, labelled: Tensor, norm: Callable[[Tensor], Tensor], weight: Tensor, mean: Tensor
+) -> Tensor:
+    """How much each row's prediction is likely to cost, by an early look through the model's output layer (ours; the
+    logit lens of nostalgebraist, 2020, for the label alone).
+
+    With z_i = norm(h_i) . (w_label(i) - mean(w)), the label's logit above the vocabulary's mean, the score is
+    sigmoid((mean(z) - z_i) / std(z)), mean and deviation over the labelled rows of the sequence: one dot product a row,
+    no logits.
+
+    Args:
+        hidden: (B, S, D), a block's input.
+        targets: (B, S) int64, the label that each row predicts, any value where there is none.
+        labelled: (B, S) bool, rows that predict a label.
+        norm: of the model's last hidden state.
+        weight: (V, D), of its output layer.
+        mean: (D,), the mean of the weight's rows.
+
+    Returns:
+        (B, S) in the accumulation dtype: between 0 and 1, 0 for rows without a label.
+    """
+    dtype = accumulation_dtype(hidden.dtype)
+    z = torch.zeros(targets.shape, dtype=dtype, device=hidden.device)
+    places = labelled.nonzero()
+    for tile in places.split(_READ_ROWS):
+        rows, columns = tile.unbind(1)
+        direction = weight[targets[rows, columns].to(weight.device)].to(hidden.device, dtype) - mean
+        z[rows, columns] = (norm(hidden[rows, columns]).to(dtype) * direction).sum(-1)
+    counts = labelled.sum(1, keepdim=True).clamp_min(1)
+    centred = torch.where(labelled, z.sum(1, keepdim=True) / counts - z, 0.0)  # z is 0 where there is no label
+    deviation = (centred.square().sum(1, keepdim=True) / counts).sqrt_()
+    return torch.where(labelled, torch.sigmoid(centred / deviation.clamp_min(1e-6)), 0.0)
 
 
 def value_norm_saliency(v: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from hf_memeff.blocks.options import SalientTokens
 from hf_memeff.blocks.salient import SalientCall
 from hf_memeff.ops.selection import budget_tokens
 
-SALIENCIES = ("attention", "gradient", "value_norm", "random")
+SALIENCIES = ("attention", "loss", "gradient", "value_norm", "random")
 
 
 def sparse(budget=0.3, **settings):
@@ -132,6 +132,36 @@ def test_attention_keeps_the_top_of_whole_attention_matrices(side, implementatio
     assert len(expected) == 2
     for kept, rows in zip(chosen[-2:], expected, strict=True):
         assert [set(alive_positions(kept, row)) for row in range(2)] == rows
+
+
+def test_likely_losses_keep_the_rows_whose_label_the_output_layer_gives_least_of(chosen):
+    """The first block reads the embeddings; four of ten labels fit beside the last token, and no attention counts."""
+    model, batch = adapted("llama", torch.float32), token_batch(2, LENGTH)
+    batch["labels"][:, :-10] = -100
+    base = model.get_base_model()
+    with torch.no_grad():
+        logits = base.lm_head(base.model.norm(base.model.embed_tokens(batch["input_ids"])))
+    targets = batch["labels"].roll(-1, 1).clamp_min(0)
+    surprise = logits.mean(-1) - logits.gather(-1, targets[..., None])[..., 0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_memeff.blocks.salient._ATTENTION_SHARE", 1e-6)
+        with engine(model, strict=True, salient=sparse(5 / LENGTH, saliency="loss", sink_tokens=0)):
+            step(model, batch)
+    for row in range(2):
+        rows = range(LENGTH - 11, LENGTH - 1)
+        hardest = sorted(rows, key=lambda i, row=row: -surprise[row, i].item())[:4]
+        assert alive_positions(chosen[-2], row) == sorted([*hardest, LENGTH - 1])
+
+
+def test_without_labels_likely_losses_are_the_last_token_s_attention(chosen):
+    model, batch = adapted("llama", torch.float32), token_batch(2, LENGTH)
+    del batch["labels"]
+    found = []
+    for settings in ({"saliency": "loss"}, {"saliency": "attention", "query_rows": "last"}):
+        with engine(model, strict=True, salient=sparse(**settings)):
+            model(**batch).logits.sum().backward()
+        found.append([kept.positions for kept in chosen[-2:]])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.slow

@@ -40,8 +40,8 @@ class SageConfig(MemeffConfig):
     `token_budget` is 1, where they are LoRA's and nothing is scored. Adapter and files are LoRA's. Every field of
     `LoraConfig` keeps its meaning and its place; the fields of this package are keyword-only.
     Source: "Forward Knows Efficient Backward Path: Saliency-Guided Memory-Efficient Fine-tuning of Large Language
-    Models", ACL 2025 (long 459). Ours differ: q and k adapters receive their gradients, and the saliencies "gradient"
-    and "random" are added.
+    Models", ACL 2025 (long 459). Ours differ: q and k adapters receive their gradients, and the saliencies "loss",
+    "gradient" and "random" are added.
 
     Example:
         ```python
@@ -51,8 +51,8 @@ class SageConfig(MemeffConfig):
 
     Raises:
         ValueError: a field is out of its range, or one of `REFUSED_VARIANTS` is set. On attaching: a layer of
-            `dense_layers` that the model does not have, or saliency="attention" on a model whose attention can't be
-            scored.
+            `dense_layers` that the model does not have, a saliency that scores attention on a model whose attention
+            can't be scored, or saliency="loss" on a model without an output layer over a vocabulary.
     """
 
     method: ClassVar[str] = "sage"
@@ -61,9 +61,12 @@ class SageConfig(MemeffConfig):
 
     saliency: str = option(
         "attention",
-        one_of("attention", "gradient", "value_norm", "random"),
+        one_of("attention", "loss", "gradient", "value_norm", "random"),
         "How a block scores its tokens. 'attention': the attention that the rows of `query_rows` pay to them, known in "
-        "the forward pass, so that only kept tokens are stored (least memory). 'gradient': the size of the gradient "
+        "the forward pass, so that only kept tokens are stored (least memory). 'loss': rows that predict a label, the "
+        "hardest first by an early look through the model's output layer, and what they attend to, for the same "
+        "memory: the better choice where the model is given labels (without them it is 'attention'); with "
+        "backward_keys='all' close to 'gradient'. 'gradient': the size of the gradient "
         "that comes back to them, the best choice of tokens, which needs the block inputs of all tokens (MeSP's "
         "memory, SAGE's speed). 'value_norm': the size of their values, as in the authors' code, which is cheaper "
         "to score. 'random': a baseline; the same batch draws the same tokens.",
@@ -123,9 +126,9 @@ class SageConfig(MemeffConfig):
             "'labels', 'last' or an integer from 1",
             lambda value: _is_one_of(value, "labels", "last") or _is_integer(value, 1),
         ),
-        "Rows whose attention is scored, for saliency='attention'. 'labels': those that predict a label (without "
-        "labels, the last row), 'last': the last real row alone (cheapest), a number: at most so many of those that "
-        "predict a label, evenly spaced (bounds the cost of long answers).",
+        "Rows whose attention is scored, for saliency='attention' and 'loss'. 'labels': those that predict a label "
+        "(without labels, the last row), 'last': the last real row alone (cheapest), a number: at most so many of "
+        "those that predict a label, evenly spaced (bounds the cost of long answers).",
     )
 
     def __post_init__(self) -> None:
@@ -164,6 +167,6 @@ class SageConfig(MemeffConfig):
     def _without_effect(self) -> list[str]:
         """Names of fields that were set although the other fields leave them without effect."""
         idle = [] if self.token_budget == "adaptive" else ["attention_mass", "min_tokens"]
-        if self.saliency != "attention":
+        if self.saliency not in ("attention", "loss"):
             idle.append("query_rows")
         return [name for name in idle if getattr(self, name) != type(self).__dataclass_fields__[name].default]
