@@ -1,20 +1,26 @@
 """Published cases (c): activation memory, the trainers' fused losses, adapters on the head."""
 
+from functools import partial
+
 import pytest
 import torch
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from helpers import loss_and_gradients, tiny_model, token_batch, worst_relative_error
-from hf_memeff import MespConfig, attach, detach, memeff_status, saved_tensor_bytes
+from hf_memeff import MespConfig, SageConfig, attach, detach, memeff_status, saved_tensor_bytes
 from integration._training import LORA, adapted, completions, losses, sft, trainer
 
-METHODS = ("config", "attach")
+METHODS = ("config", "attach", "sage")
+EXACT_SAGE = partial(SageConfig, token_budget=1.0)
+OURS = (MespConfig, EXACT_SAGE)
+
+ours = pytest.mark.parametrize("config_cls", OURS, ids=["mesp", "sage"])
 
 
 def model_of(way, **settings):
-    """A filled adapter under MeSP, through the config or through `attach` on a plain LoRA model."""
-    model = adapted(MespConfig if way == "config" else LoraConfig, **settings)
+    """A filled adapter under MeSP, through the config or through `attach` on a plain LoRA model, or under SAGE."""
+    model = adapted({"config": MespConfig, "attach": LoraConfig, "sage": EXACT_SAGE}[way], **settings)
     if way == "attach":
         attach(model)
     return model
@@ -31,11 +37,16 @@ TARGET_SETS = [["q_proj", "v_proj"], "all-linear", *([name] for name in TARGETS)
 def test_c36_saved_bytes_are_below_lora_s_for_every_target_set(targets, dropout):
     settings = {"target_modules": targets, "lora_dropout": dropout}
     batch = token_batch(rows=4, length=32)
-    stock, ours = (
+    stock, mesp, *sage = (
         saved_tensor_bytes(lambda model=model: model(**batch).loss, exclude=model)
-        for model in (adapted(**settings).train(), adapted(MespConfig, **settings).train())
+        for model in (
+            adapted(**settings).train(),
+            adapted(MespConfig, **settings).train(),
+            *(adapted(SageConfig, token_budget=budget, **settings).train() for budget in (1.0, 0.5, 0.25)),
+        )
     )
-    assert ours <= 0.3 * stock
+    assert mesp <= 0.3 * stock
+    assert sage[0] == mesp and max(sage) < 0.6 * stock and sage[2] < sage[1]
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
@@ -98,11 +109,12 @@ def test_c39_detaching_leaves_trl_s_fused_head_in_place(tmp_path, way):
 )
 def test_c39_trl_s_other_losses_and_packing_give_lora_s_losses(tmp_path, settings):
     found = []
-    for config_cls in (LoraConfig, MespConfig):
+    for config_cls in (LoraConfig, *OURS):
         built = sft(tmp_path, adapted(config_cls), bf16=False, max_steps=3, **settings)
         built.train()
         found.append(losses(built))
     assert found[1] == pytest.approx(found[0], abs=1e-5) and len(found[0]) == 3
+    assert found[2] == pytest.approx(found[0], abs=1e-5)
 
 
 def test_c39_label_smoothing_in_trl_gives_lora_s_losses(tmp_path, tiled_calls):
@@ -118,21 +130,23 @@ def test_c39_label_smoothing_in_trl_gives_lora_s_losses(tmp_path, tiled_calls):
 # C40: adapters on the head
 
 
+@ours
 @pytest.mark.parametrize("settings", [{}, {"use_liger_kernel": True}], ids=str)
-def test_c40_trl_refuses_an_adapter_on_the_head(tmp_path, settings):
+def test_c40_trl_refuses_an_adapter_on_the_head(tmp_path, settings, config_cls):
     targets = ["q_proj", "lm_head"]
-    assert isinstance(adapted(MespConfig, target_modules=targets).get_output_embeddings(), BaseTunerLayer)
+    assert isinstance(adapted(config_cls, target_modules=targets).get_output_embeddings(), BaseTunerLayer)
     with pytest.raises(ValueError, match="adapter to `lm_head` is not supported"):
-        sft(tmp_path, tiny_model(), MespConfig(**{**LORA, "target_modules": targets}), **settings)
+        sft(tmp_path, tiny_model(), config_cls(**{**LORA, "target_modules": targets}), **settings)
 
 
+@ours
 @pytest.mark.parametrize(
     "settings", [{"target_modules": ["q_proj", "lm_head"]}, {"modules_to_save": ["lm_head"]}], ids=str
 )
-def test_c40_a_head_that_is_adapted_or_trained_gets_lora_s_gradients(tmp_path, tiled_calls, settings):
+def test_c40_a_head_that_is_adapted_or_trained_gets_lora_s_gradients(tmp_path, tiled_calls, settings, config_cls):
     runs = []
-    for config_cls in (LoraConfig, MespConfig):
-        built = trainer(tmp_path, adapted(config_cls, **settings))
+    for used in (LoraConfig, config_cls):
+        built = trainer(tmp_path, adapted(used, **settings))
         built.train()
         runs.append((losses(built), loss_and_gradients(built.model, token_batch())[1]))
     assert not tiled_calls  # the tiled loss reads the head's frozen weight

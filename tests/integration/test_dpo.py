@@ -1,6 +1,7 @@
 """TRL's DPOTrainer: the reference is the same model with its adapter switched off, or a copy of the adapter."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from peft import LoraConfig
 from trl import DPOConfig, DPOTrainer
 
 from helpers import tiny_model
-from hf_memeff import MespConfig, saved_tensor_bytes
+from hf_memeff import MespConfig, SageConfig, saved_tensor_bytes
 from integration._training import LORA, adapted, losses, texts, tokenizer
 
 
@@ -47,20 +48,22 @@ def dpo(folder, model, peft_config=None, **settings):
 def test_c31_losses_are_lora_s_from_ln_2_on(tmp_path, filled, precomputed):
     """A fresh adapter is compared with the model without it; one that the model brings, with a copy of itself."""
     runs = []
-    for config_cls in (LoraConfig, MespConfig):
+    for config_cls in (LoraConfig, MespConfig, partial(SageConfig, token_budget=1.0)):
         torch.manual_seed(0)
         model, config = (adapted(config_cls), None) if filled else (tiny_model(), config_cls(**LORA))
         trainer = dpo(tmp_path, model, config, precompute_ref_log_probs=precomputed)
         trainer.train()
         runs.append(losses(trainer))
     assert len(runs[0]) == 3 and runs[0][1] != pytest.approx(runs[0][0], abs=1e-3)
-    assert runs[1][0] == pytest.approx(math.log(2), abs=1e-6)
-    assert runs[1] == pytest.approx(runs[0], abs=1e-5)
+    for ours in runs[1:]:
+        assert ours[0] == pytest.approx(math.log(2), abs=1e-6)
+        assert ours == pytest.approx(runs[0], abs=1e-5)
 
 
-def test_c31_the_reference_pass_stores_nothing(tmp_path, monkeypatch):
+@pytest.mark.parametrize("config_cls", [MespConfig, SageConfig])
+def test_c31_the_reference_pass_stores_nothing(tmp_path, monkeypatch, config_cls):
     """Counted over the passes that run without gradients within a real step."""
-    trainer = dpo(tmp_path, tiny_model(), MespConfig(**LORA), max_steps=1)
+    trainer = dpo(tmp_path, tiny_model(), config_cls(**LORA), max_steps=1)
     without_gradients, with_gradients = [], []
     base = trainer.model.get_base_model().model
     original = type(base).forward

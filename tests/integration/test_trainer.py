@@ -1,6 +1,7 @@
 """transformers.Trainer, where the tiled loss acts: losses, accumulation, other losses, resuming, evaluation."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -9,10 +10,11 @@ from torch import nn
 from transformers import TrainerCallback
 
 from helpers import tiny_model, token_batch
-from hf_memeff import MespCallback, MespConfig, memeff_status
+from hf_memeff import MespCallback, MespConfig, SageConfig, memeff_status
 from integration._training import adapted, logged, losses, rows_with_uneven_labels, trained_weights, trainer
 
 METHODS = {"mesp": (MespConfig, []), "callback": (LoraConfig, [MespCallback])}
+WITH_SAGE = {**METHODS, "sage": (partial(SageConfig, token_budget=1.0), [])}
 
 
 def train(folder, method="lora", base=None, resume=None, **settings):
@@ -54,9 +56,9 @@ def step_of_eight_rows(folder, config_cls, rows, steps, callback=None):
     return built, gradients.found
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", WITH_SAGE)
 def test_c41_eight_rows_at_once_and_two_by_four_give_equal_gradients(tmp_path, tiled_calls, method):
-    config_cls, callbacks = METHODS[method]
+    config_cls, callbacks = WITH_SAGE[method]
     stock, expected = step_of_eight_rows(tmp_path, LoraConfig, 8, 1)
     assert not tiled_calls
     for rows, steps in ((8, 1), (2, 4)):
@@ -148,10 +150,18 @@ def count_right(prediction):
 # resuming
 
 
-@pytest.mark.parametrize("method", METHODS)
+RESUMED = {
+    **METHODS,
+    "sage": (SageConfig, []),
+    "sage, random": (partial(SageConfig, saliency="random", token_budget=0.3, dense_layers=()), []),
+}
+"""Sparse: what is kept in a step must not depend on the steps before."""
+
+
+@pytest.mark.parametrize("method", RESUMED)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_c42_resuming_continues_with_the_losses_of_an_uninterrupted_run(tmp_path, method, dropout):
-    config_cls, callbacks = METHODS[method]
+    config_cls, callbacks = RESUMED[method]
 
     def build(folder, **settings):
         model = adapted(config_cls, lora_dropout=dropout)
