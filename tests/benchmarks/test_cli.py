@@ -131,4 +131,4 @@ def test_render_and_check(
 
 def test_nothing_to_do_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench() == 2
-    assert "expected mesp, families, sage or --render" in capsys.readouterr().err
+    assert "expected mesp, families, sage, anchor or --render" in capsys.readouterr().err
