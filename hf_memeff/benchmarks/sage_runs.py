@@ -14,7 +14,7 @@ SEEDS = (0, 1, 2)
 LEARNING_NAMES = tuple(name for name in NAMES if name != "lora-checkpointing")
 """Methods that learn; checkpointing learns what LoRA learns."""
 
-_FIRST_NAMES, _FIRST_BUDGET = ("sage-gradient", "sage-attention", "sage-random"), 0.25
+_FIRST_NAMES, _FIRST_BUDGET = ("sage-gradient", "sage-attention", "sage-random", "sage-loss"), 0.25
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def planned_runs(
     """The runs that a command line asks for, the most telling first, since they may be interrupted.
 
     LoRA's rates on the first seed come first whatever is asked for: the others run with the best of them. Then the
-    three saliencies that the claim rests on, on one seed and on the others, then the rest.
+    saliencies that the claims rest on, on one seed and on the others, then the rest.
 
     Args:
         plan: the learning rates.
