@@ -56,9 +56,11 @@ class Survey:
                     continue
                 active = active or not (module.disable_adapters or module.merged)
                 idle = idle and not active
-                variant = module.lora_variant.get(adapter)
-                if type(variant).__name__.startswith("ALora"):
+                kind = type(module.lora_variant.get(adapter)).__name__
+                if kind.startswith("ALora"):
                     return f"{name_of(layer, module)}: aLoRA gets its offsets through hooks that a re-run would not see"
+                if kind.startswith("Monteclora"):
+                    return f"{name_of(layer, module)}: MonteCLoRA draws a sample in each call, a re-run another one"
         if getattr(getattr(layer, "_hf_hook", None), "offload", False):
             return "a hook around the block offloads its weights, which a re-run would not bring back"
         if idle and not self._trained_besides_adapters():

@@ -16,9 +16,8 @@ from hf_memeff.tuners.source import AdapterSource, refuse_pickle
 
 REFUSED_VARIANTS = {
     "megatron_config": "Megatron's parallel layers run their own backward",
-    "monteclora_config": "MonteCLoRA draws new samples whenever a layer runs, so a block run again gives others",
 }
-"""Fields of `LoraConfig` that can't be trained by re-running blocks, and why. All others give LoRA's gradients."""
+"""Fields of `LoraConfig` that the engine can't train with, and why. All others give LoRA's gradients."""
 
 
 @dataclass

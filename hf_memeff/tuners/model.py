@@ -18,6 +18,7 @@ from hf_memeff.blocks.options import EngineOptions
 from hf_memeff.blocks.store import make_store
 from hf_memeff.tuners.checks import check_adapter_name, check_base_dtypes, warn_of_bare_experts
 from hf_memeff.tuners.layer import use_memeff_linears, use_stock_linears
+from hf_memeff.tuners.loading import adopt_loader
 
 
 class MemeffModel(LoraModel):
@@ -33,6 +34,10 @@ class MemeffModel(LoraModel):
     prefix: str = "lora_"
     _options: EngineOptions | None = None
     _new_tags: tuple[str, ...] = ()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        adopt_loader(self)
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Add an adapter, the first one or a further one, as `LoraModel` does, then attach the engine.

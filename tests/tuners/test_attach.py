@@ -3,7 +3,6 @@
 import pytest
 import torch
 from peft import LoHaConfig, LoraConfig, get_peft_model, inject_adapter_in_model
-from peft.tuners.lora import config as lora_config
 
 from helpers import fill_adapters, loss_and_gradients, tiny_model, token_batch, worst_relative_error
 from hf_memeff import MespConfig, SageConfig, attach, detach, memeff_status
@@ -183,9 +182,10 @@ def test_models_without_a_lora_adapter_are_refused(model):
         attach(model)
 
 
-def test_an_adapter_that_cannot_be_re_run_is_refused():
-    model = plain(monteclora_config=lora_config.MontecloraConfig(buffer_size=2), target_modules=["q_proj"])
-    with pytest.raises(ValueError, match="MonteCLoRA draws new samples"):
+def test_an_adapter_that_cannot_be_trained_is_refused():
+    model = plain(target_modules=["q_proj"])
+    model.peft_config["default"].megatron_config = {"num_layers": 2}
+    with pytest.raises(ValueError, match="MeSP got megatron_config"):
         attach(model)
 
 

@@ -48,12 +48,11 @@ def test_what_lora_config_refuses_is_refused_with_its_message(ours):
         assert str(error.value) == str(stock.value)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("megatron_config", {"num_layers": 2}), ("monteclora_config", lora_config.MontecloraConfig())]
-)
-def test_variants_that_cannot_be_re_run_are_refused(ours, field, value):
-    with pytest.raises(ValueError, match=rf"{ours.config_class.title} got {field}, expected None: .* Fix: train"):
-        ours(**{field: value})
+def test_variants_that_cannot_be_trained_are_refused(ours):
+    with pytest.raises(
+        ValueError, match=rf"{ours.config_class.title} got megatron_config, expected None: .* Fix: train"
+    ):
+        ours(megatron_config={"num_layers": 2})
 
 
 BOOKKEEPING = {
@@ -72,7 +71,7 @@ TESTED_ELSEWHERE = {
     "target_parameters": "needs experts: test_model_cases.py",
     "ensure_weight_tying": "needs tied embeddings: test_model_cases.py",
     "megatron_config": "refused: above",
-    "monteclora_config": "refused: above",
+    "monteclora_config": "its gradients cancel to below the tolerance here: test_peft_suite_findings.py",
     "megatron_core": "read with megatron_config only",
     "loftq_config": "its initialisation needs a quantiser",
     "corda_config": "its initialisation needs a calibration run",
