@@ -36,7 +36,7 @@ Measure AnchorAttention on SmolLM2-135M with real weights and real text, against
   prefill  the whole model at 8192 tokens, time and next-token loss on the same texts; ten minutes
   peers    how many keys other methods' selection rules need for the same recall at 8192 tokens; half an hour
   needle   facts hidden in 2048 to 8192 tokens, asked for in their own and in other words; a quarter of an hour
-The first part that needs them also calibrates thresholds, ten minutes a calibration. Every result is a file of its own
+The first part that needs them also calibrates thresholds, four minutes a calibration. Every result is a file of its own
 as soon as it is there. Run the same command again to go on: what is there is not measured again.
 """
 _EXAMPLES = """\

@@ -39,6 +39,14 @@ class PrefillPlan:
     texts: int = 3
 
 
+@dataclass(frozen=True)
+class _Way:
+    loss: float
+    seconds: float
+    density: float
+    sparse_calls: int
+
+
 @dataclass
 class Prefills:
     """The prefills of a model.
@@ -62,58 +70,61 @@ class Prefills:
     advance: Callable[[str, int], object] = lambda text, steps: None
 
     def run(self) -> None:
-        """Measure what is not there. Which way goes first alternates from text to text."""
-        if self._found():
-            return
+        """Measure the texts that are not there, and write the result after each. Which way goes first alternates."""
         tokens = self.plan.tokens
-        if self.calibrations.missing(tokens):
-            self.advance(f"{tokens}: calibration", 0)
-        config = self.calibrations.get(tokens)
-        model = for_length(self.base, tokens)
-        kept = candidates = sparse_calls = 0
-        losses: dict[str, list[float]] = {"sdpa": [], "anchor": []}
-        seconds: dict[str, list[float]] = {"sdpa": [], "anchor": []}
-        for number in range(self.plan.texts):
+        for number in range(self._done(), self.plan.texts):
+            if self.calibrations.missing(tokens):
+                self.advance(f"{tokens}: calibration", 0)
+            config = self.calibrations.get(tokens)
             ids = self.text.measured(tokens, number)
+            ways = {}
             for name in ("sdpa", "anchor") if number % 2 == 0 else ("anchor", "sdpa"):
                 self.advance(f"text {number + 1}, {name}", 0)
-                with attention(model, name, config):
-                    states, took = _prefill(model, ids)
-                    report = anchor_report(model)
-                kept += sum(layer.kept for layer in report.layers)
-                candidates += sum(layer.candidates for layer in report.layers)
-                sparse_calls += report.sparse_calls
-                losses[name].append(next_token_loss(model, states, ids))
-                seconds[name].append(took)
+                ways[name] = self._way(name, ids, config)
                 self.advance(f"text {number + 1}", 1)
-        self.shelf.add(
-            PrefillResult(
-                model=self.plan.model,
-                tokens=tokens,
-                setting=CALIBRATED,
-                step=config.step,
-                calibration_tokens=self.calibrations.tokens,
-                density=kept / candidates if candidates else 1.0,
-                sparse_calls=sparse_calls,
-                losses=tuple(losses["anchor"]),
-                dense_losses=tuple(losses["sdpa"]),
-                seconds=tuple(seconds["anchor"]),
-                dense_seconds=tuple(seconds["sdpa"]),
-                clock=steady_clock("cpu"),
-                environment=self.environment,
-            )
-        )
+            self.shelf.add(self._with_text(number, ways["anchor"], ways["sdpa"], config))
 
     def steps(self) -> int:
         """How many steps `run` will report to `advance`."""
-        return 0 if self._found() else 2 * self.plan.texts
+        return 2 * max(0, self.plan.texts - self._done())
 
-    def _found(self) -> bool:
+    def _way(self, name: str, ids: Tensor, config: AnchorAttentionConfig) -> _Way:
+        model = for_length(self.base, self.plan.tokens)
+        with attention(model, name, config):
+            states, seconds = _prefill(model, ids)
+            report = anchor_report(model)
+        return _Way(next_token_loss(model, states, ids), seconds, report.density, report.sparse_calls)
+
+    def _with_text(self, number: int, ours: _Way, dense: _Way, config: AnchorAttentionConfig) -> PrefillResult:
+        """The result with one more text, each of which has as many candidates."""
+        before = self._found() if number else None
+        return PrefillResult(
+            model=self.plan.model,
+            tokens=self.plan.tokens,
+            setting=CALIBRATED,
+            step=config.step,
+            calibration_tokens=self.calibrations.tokens,
+            density=((before.density * number if before else 0.0) + ours.density) / (number + 1),
+            sparse_calls=(before.sparse_calls if before else 0) + ours.sparse_calls,
+            losses=(*(before.losses if before else ()), ours.loss),
+            dense_losses=(*(before.dense_losses if before else ()), dense.loss),
+            seconds=(*(before.seconds if before else ()), ours.seconds),
+            dense_seconds=(*(before.dense_seconds if before else ()), dense.seconds),
+            clock=steady_clock("cpu"),
+            environment=self.environment,
+        )
+
+    def _done(self) -> int:
+        """How many texts are there."""
+        found = self._found()
+        return len(found.losses) if found else 0
+
+    def _found(self) -> PrefillResult | None:
         found = self.shelf.find(f"{self.plan.tokens}-{CALIBRATED}")
         if found is None or not found.environment.comparable(self.environment):
-            return False
+            return None
         wanted = self.plan.model, self.calibrations.tokens
-        return (found.model, found.calibration_tokens) == wanted and len(found.losses) >= self.plan.texts
+        return found if (found.model, found.calibration_tokens) == wanted else None
 
 
 @contextmanager

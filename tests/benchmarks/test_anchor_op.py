@@ -92,6 +92,29 @@ def test_prefill_has_the_models_own_loss(base: Any, text: LongText, tmp_path: Pa
     assert (result.sparse_calls, result.density, result.step) == (2, 0, 16)
     assert 0 < abs(result.loss_change) < 0.05
     assert bench.steps() == 0
+    bench.shelf.add(replace(result, losses=(1.0, 1.0), sparse_calls=9))  # a text more than is asked for is no harm
+    assert bench.steps() == 0
+
+
+def test_a_text_is_added_to_those_that_are_there(base: Any, tmp_path: Path) -> None:
+    text = LongText(torch.randint(1, 257, (3700,), generator=torch.Generator().manual_seed(0)), 2500)
+    shelf = Shelf(PrefillResult, tmp_path / "prefill")
+    found = []
+    for texts in (1, 2):
+        bench = Prefills(
+            PrefillPlan(model="tiny", tokens=600, texts=texts),
+            base,
+            text,
+            Calibrations(tmp_path / "calibration", base, text.calibration()),
+            shelf,
+            Environment.here(),
+        )
+        assert bench.steps() == 2
+        bench.run()
+        found += shelf.all()
+    assert len(found[0].losses) == 1 and len(found[1].losses) == 2
+    assert found[1].losses[0] == found[0].losses[0] != found[1].losses[1]
+    assert found[1].seconds[0] == found[0].seconds[0] and found[1].density == 1
 
 
 def test_calibrations_are_kept_by_length_and_target(base: Any, text: LongText, tmp_path: Path) -> None:
