@@ -1,7 +1,8 @@
-"""Memory-efficient fine-tuning for Hugging Face models: LoRA's exact gradients in far less activation memory (MeSP), or
-LoRA's forward with a backward pass through salient tokens (SAGE).
+"""Memory-efficient fine-tuning and long prompts for Hugging Face models: LoRA's exact gradients in far less activation
+memory (MeSP), LoRA's forward with a backward pass through salient tokens (SAGE), sparse attention in prefill
+(`attn_implementation="anchor"`).
 
-Importing this package registers its tuners with PEFT and does nothing else. The callbacks work with any adapter:
+Importing this package registers its tuners with PEFT and "anchor" with transformers, and does nothing else. The callbacks work with any adapter:
 `PeakMemoryCallback` logs what a step needs, `AdapterHealthCallback` names adapters that do not learn.
 """
 
@@ -12,10 +13,20 @@ from hf_memeff.compat import require_peft
 
 require_peft()
 
+from hf_memeff.integrations.attention import (  # noqa: E402
+    AnchorAttentionConfig,
+    anchor_report,
+    calibrate_anchor,
+    register_anchor,
+    set_anchor_config,
+    use_anchor_config,
+)
 from hf_memeff.memory import measure_peak_memory, saved_tensor_bytes  # noqa: E402
 from hf_memeff.tuners.attach import attach, detach, memeff_status  # noqa: E402
 from hf_memeff.tuners.mesp import MespConfig  # noqa: E402
 from hf_memeff.tuners.sage import SageConfig  # noqa: E402
+
+register_anchor()
 
 if TYPE_CHECKING:
     from hf_memeff.integrations.callbacks import (
@@ -29,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdapterHealthCallback",
+    "AnchorAttentionConfig",
     "GradientProbeCallback",
     "MespCallback",
     "MespConfig",
@@ -37,11 +49,15 @@ __all__ = [
     "SageCallback",
     "SageConfig",
     "__version__",
+    "anchor_report",
     "attach",
+    "calibrate_anchor",
     "detach",
     "measure_peak_memory",
     "memeff_status",
     "saved_tensor_bytes",
+    "set_anchor_config",
+    "use_anchor_config",
 ]
 
 _CALLBACKS = {name for name in __all__ if name.endswith("Callback")}

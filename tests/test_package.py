@@ -19,7 +19,7 @@ def test_public_names_exist():
         hf_memeff.Nonsense  # noqa: B018
 
 
-def test_importing_needs_no_optional_library_and_registers_the_tuners():
+def test_importing_needs_no_optional_library_and_registers_tuners_and_anchor():
     result = run_python(
         """
 import sys
@@ -29,6 +29,8 @@ import hf_memeff
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 assert PEFT_TYPE_TO_CONFIG_MAPPING['MESP'] is hf_memeff.MespConfig
 assert PEFT_TYPE_TO_CONFIG_MAPPING['SAGE'] is hf_memeff.SageConfig
+from transformers import AttentionInterface, AttentionMaskInterface
+assert 'anchor' in AttentionInterface() and 'anchor' in AttentionMaskInterface()
 for name in ('AdapterHealthCallback', 'GradientProbeCallback', 'MespCallback', 'PeakMemoryCallback',
              'SageBudgetCallback', 'SageCallback'):
     assert getattr(hf_memeff, name).__name__ == name
@@ -38,7 +40,7 @@ print('ok')
     assert result.returncode == 0 and result.stdout == "ok\n", result.stderr[-2000:]
 
 
-def test_importing_changes_nothing_but_peft_s_registries():
+def test_importing_changes_nothing_but_registries():
     """No patched class or function, thread setting, log handler, random state or environment variable."""
     result = run_python(
         """
