@@ -2,7 +2,8 @@
 memory (MeSP), LoRA's forward with a backward pass through salient tokens (SAGE), sparse attention in prefill
 (`attn_implementation="anchor"`).
 
-Importing this package registers its tuners with PEFT and "anchor" with transformers, and does nothing else. The callbacks work with any adapter:
+Importing this package registers its tuners with PEFT and "anchor" with transformers, and does nothing else. The
+callbacks work with any adapter:
 `PeakMemoryCallback` logs what a step needs, `AdapterHealthCallback` names adapters that do not learn.
 """
 
