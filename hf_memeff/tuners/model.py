@@ -6,7 +6,7 @@ import copy
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 from peft.tuners.lora import LoraConfig, LoraModel
@@ -19,6 +19,7 @@ from hf_memeff.blocks.store import make_store
 from hf_memeff.tuners.checks import check_adapter_name, check_base_dtypes, warn_of_bare_experts
 from hf_memeff.tuners.layer import use_memeff_linears, use_stock_linears
 from hf_memeff.tuners.loading import adopt_loader
+from hf_memeff.tuners.merging import check_base_layers_can_merge, check_embeddings_can_merge, untied_embeddings
 
 
 class MemeffModel(LoraModel):
@@ -100,6 +101,19 @@ class MemeffModel(LoraModel):
         else:
             self.detach_engine()
 
+    def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
+        """Merge in place as `LoraModel` does.
+
+        Raises:
+            ValueError: the embeddings are tied and one of them carries an adapter, or PEFT refuses.
+        """
+        check_embeddings_can_merge(self.model)
+        super().merge_adapter(*args, **kwargs)
+
+    def _check_merge_allowed(self) -> None:
+        super()._check_merge_allowed()
+        check_base_layers_can_merge(self.model)
+
     def _active_options(self) -> EngineOptions:
         names = [name for name in self.active_adapters if name in self.peft_config] or list(self.peft_config)
         return self.peft_config[names[0]].engine_options()
@@ -112,12 +126,15 @@ class MemeffModel(LoraModel):
         else:
             self._unload_and_optionally_merge(merge=False)
 
-    def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """Take the engine off, then the adapters; the engine comes back if PEFT refuses to merge."""
+    def _unload_and_optionally_merge(self, merge: bool = True, *args: Any, **kwargs: Any) -> nn.Module:
+        """Take the engine off, then the adapters; the engine comes back if merging is refused."""
+        if merge:
+            check_base_layers_can_merge(self.model)
         was_attached = self._options is not None
         self.detach_engine()
         try:
-            model = super()._unload_and_optionally_merge(*args, **kwargs)
+            with untied_embeddings(self.model) if merge else nullcontext():
+                model = super()._unload_and_optionally_merge(merge, *args, **kwargs)
         except Exception:
             if was_attached:
                 self.attach_engine()
