@@ -230,7 +230,7 @@ def _reason(call: AttentionCall, config: AnchorAttentionConfig, layer: int) -> s
     if not has_candidates(call.segments, config):
         return "short"
     thetas = config.head_thresholds(layer, call.query.shape[1])
-    return "every key kept" if every_key_kept(thetas, config) else None
+    return "every key kept" if every_key_kept(thetas, config, call.query) else None
 
 
 def attend_densely(call: AttentionCall) -> Tensor:

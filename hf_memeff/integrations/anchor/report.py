@@ -125,7 +125,7 @@ def anchor_report(model: nn.Module, input_ids: Tensor | None = None) -> AnchorRe
             )
     reports = []
     for name, module, state in layer_states(model):
-        backend = backend_name(state.config)
+        backend = backend_name(state.config, next(module.parameters(), None))
         recall = recalls.get(id(module))
         measured = () if recall is None else (recall.mean().item(), _percentile(recall, 0.05))
         reports.append(

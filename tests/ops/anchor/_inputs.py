@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_memeff.ops.anchor import reference, torch_backend
+from hf_memeff.ops.anchor import reference, torch_backend, triton_backend
 from hf_memeff.ops.anchor.config import AnchorAttentionConfig
 from hf_memeff.ops.anchor.result import AnchorResult
 from hf_memeff.ops.anchor.tiling import Segment
@@ -61,7 +61,7 @@ def run(
     sinks: Tensor | None = None,
 ) -> AnchorResult:
     """One backend with kept sets returned."""
-    module = {"torch": torch_backend, "reference": reference}[backend]
+    module = {"torch": torch_backend, "reference": reference, "triton": triton_backend}[backend]
     return module.anchor_attention(
         q,
         k,
