@@ -22,6 +22,9 @@ class MemeffLinear(lora.Linear):
 
     saves_input_only = True  # read by the status report
 
+    def _get_name(self) -> str:
+        return "Linear"  # printed, and reported by PEFT's `get_layer_status`, as the "lora.Linear" that it stands for
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Map (..., Din) to (..., Dout) as `peft.tuners.lora.Linear` does; calls with other arguments go its way."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or args or kwargs:

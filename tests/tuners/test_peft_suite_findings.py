@@ -9,7 +9,8 @@ import weakref
 
 import pytest
 import torch
-from peft import LoHaConfig, LoraConfig, get_peft_model, inject_adapter_in_model
+from peft import LoHaConfig, LoraConfig, get_layer_status, get_peft_model, inject_adapter_in_model
+from peft.tuners import lora
 from peft.tuners.lora import config as lora_config
 from torch.nn.modules.module import _global_module_registration_hooks
 
@@ -120,3 +121,11 @@ def test_no_hook_of_torch_stays_behind(ours):
     inject_adapter_in_model(ours(r=2, target_modules=["v_proj"]), tiny_model())
     gc.collect()
     assert len(_global_module_registration_hooks) == before
+
+
+def test_a_layer_prints_and_reports_itself_as_peft_s_own(ours):
+    model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(3, 2)), ours(r=1, target_modules=["0"]))
+    layer = model.base_model.model[0]
+    assert type(layer) is not lora.Linear
+    assert repr(layer).startswith("lora.Linear(\n")
+    assert [status.module_type for status in get_layer_status(model)] == ["lora.Linear"]
