@@ -35,6 +35,11 @@ _FIXES = {
     "nearest to the loss",
     NOT_FINITE_WEIGHTS: "go back to an earlier checkpoint, lower the learning rate, or train in bfloat16 or float32",
 }
+_NARROW = (
+    "AdapterHealthCallback got %d trained tensors in %s, such as %s, where small updates are lost; watch "
+    "adapters/changed_share. Fix: keep adapters in float32 (autocast_adapter_dtype=True), and call .float() on the "
+    "copies of modules_to_save if training runs under autocast."
+)
 _NAMED = 8
 """Modules that a message names; a report has all."""
 
@@ -92,7 +97,8 @@ class AdapterHealthCallback(LoggingCallback):
     is zero or the scaler skips the step (it is judged in the next step). Mixture-of-experts layers with a module per
     expert need an `every` in which each expert is used.
 
-    Findings are warned of once, kept in `self.reports`, and logged as "adapters/faulty_tensors", next to
+    Trained tensors in a 16-bit format are mentioned when training begins: updates below half a unit in their last place
+    are lost. Findings are warned of once, kept in `self.reports`, and logged as "adapters/faulty_tensors", next to
     "adapters/changed_share", the share of trained elements whose value the step changed (see `add_to` for reporters).
     Per step this costs a norm of each trained gradient and one synchronisation; in a step that judges, a copy of the
     trained tensors while the optimizer steps.
@@ -148,6 +154,11 @@ class AdapterHealthCallback(LoggingCallback):
     ) -> None:
         """Watch the gradients of what is trained now."""
         self._gradients.watch(trained_tensors(model))
+        narrow = [tensor for tensor in self._gradients.watched if tensor.parameter.dtype.itemsize < 4]
+        if narrow and not self._said:
+            self._said.add((_NARROW, ""))
+            dtype = str(narrow[0].parameter.dtype).removeprefix("torch.")
+            logger.warning(_NARROW, len(narrow), dtype, narrow[0].place)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

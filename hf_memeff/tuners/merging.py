@@ -72,7 +72,7 @@ def untied_embeddings(model: nn.Module) -> Iterator[None]:
     shared = head.weight
     configs = [model.config, model.config.get_text_config()]
     flags = [config.tie_word_embeddings for config in configs]
-    head.weight = nn.Parameter(shared.detach().clone(), requires_grad=shared.requires_grad)
+    head.weight = nn.Parameter(shared.detach().clone(), requires_grad=bool(shared.requires_grad))
     for config in configs:
         config.tie_word_embeddings = False
     try:

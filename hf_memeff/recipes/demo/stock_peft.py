@@ -76,8 +76,10 @@ def answer_loss(model: nn.Module, rows: Sequence[TokenRow], pad_id: int) -> tupl
         batch = {name: tensor.to(device) for name, tensor in collate(part, pad_id).items()}
         outputs = model(**batch, use_cache=False)
         total += outputs.loss.item() * sum(len(row.answer) for row in part)
-        logits += [outputs.logits[index, len(row.prompt) - 1] for index, row in enumerate(part)]
-    return total / sum(len(row.answer) for row in rows), torch.stack(logits).float().cpu()
+        # copies: a view would keep the batch's logits of all positions until the end
+        logits += [outputs.logits[index, len(row.prompt) - 1].to("cpu", copy=True) for index, row in enumerate(part)]
+        del outputs  # else the next batch's logits come on top
+    return total / sum(len(row.answer) for row in rows), torch.stack(logits).float()
 
 
 @torch.no_grad()
