@@ -23,6 +23,7 @@ class SuiteResult:
         unused: required tests that pass without using the method's config, and are not in `passed`.
         excepted: required tests that are excepted, each with its reason.
         failed: the other required tests.
+        left_out: test files that were not run for the method, with the number of their tests and the reason.
         environment: what it was run with.
     """
 
@@ -35,6 +36,7 @@ class SuiteResult:
     unused: int
     excepted: tuple[str, ...]
     failed: tuple[str, ...]
+    left_out: tuple[str, ...]
     environment: Environment
 
 

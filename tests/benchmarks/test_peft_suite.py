@@ -11,7 +11,7 @@ from hf_memeff.benchmarks.tables import NOT_MEASURED
 
 def result(**fields):
     environment = replace(Environment.here(), versions={"peft": "1.2.3"})
-    base = SuiteResult("mesp", ("test_a.py",), 10, 2, 3, 8, 1, ("test_b: a reason",), (), environment)
+    base = SuiteResult("mesp", ("test_a.py",), 10, 2, 3, 8, 1, ("test_b: a reason",), (), (), environment)
     return replace(base, **fields)
 
 

@@ -92,9 +92,14 @@ def add_outcome(path: Path, test: str, outcome: Outcome) -> None:
         file.write(json.dumps({"test": test, **asdict(outcome)}) + "\n")
 
 
+def required(test: Outcome) -> bool:
+    """Whether a method has to pass a test, by LoRA's outcome: it passes for LoraConfig and uses it."""
+    return test.outcome == "passed" and test.used
+
+
 def required_tests(lora: Mapping[str, Outcome]) -> list[str]:
-    """The tests that a method has to pass: those that pass for LoraConfig and use it."""
-    return [name for name, test in lora.items() if test.outcome == "passed" and test.used]
+    """The tests that a method has to pass."""
+    return [name for name, test in lora.items() if required(test)]
 
 
 def compare(method: str, lora: Mapping[str, Outcome], own: Mapping[str, Outcome]) -> Comparison:
@@ -105,13 +110,13 @@ def compare(method: str, lora: Mapping[str, Outcome], own: Mapping[str, Outcome]
         lora: outcomes with LoraConfig.
         own: outcomes with the method's config. A test that is missing, or skipped, has not passed.
     """
-    required = required_tests(lora)
+    names = required_tests(lora)
     reasons = reasons_of(method)
     passed = 0
     unused: list[str] = []
     excepted: dict[str, str] = {}
     failed: dict[str, str] = {}
-    for name in required:
+    for name in names:
         test = own.get(name, Outcome("missing", False, 0.0, "the test did not run"))
         if test.outcome == "passed" and test.used:
             passed += 1
@@ -121,4 +126,4 @@ def compare(method: str, lora: Mapping[str, Outcome], own: Mapping[str, Outcome]
             excepted[name] = reasons[name]
         else:
             failed[name] = f"{test.outcome}: {test.why}"
-    return Comparison(method, len(required), passed, tuple(unused), excepted, failed)
+    return Comparison(method, len(names), passed, tuple(unused), excepted, failed)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from hf_memeff.benchmarks.peft_suite import SuiteResult
 from hf_memeff.benchmarks.results import Environment, write_results
 
-from .outcomes import MOST_EXCEPTED, Comparison, Outcome
+from .excepted import LEFT_OUT
+from .outcomes import MOST_EXCEPTED, Comparison, Outcome, required
 
 Outcomes = Mapping[str, Mapping[str, Outcome]]
 """Outcomes by file and test."""
@@ -19,18 +20,14 @@ Compared = Mapping[str, Mapping[str, Comparison]]
 
 
 def table(lora: Outcomes, compared: Compared) -> str:
-    """Counts by file: of LoRA's tests, and of those of them that a method has to pass."""
+    """Counts by file: LoRA's tests that pass and use LoraConfig, that fail or are skipped, and what a method passes."""
     names = [name for name in lora if lora[name]]
     lines = [("file", "LoRA passed", "failed", "skipped", *(f"{m} passed" for m in compared))]
     for name in names:
-        counts = Counter(test.outcome for test in lora[name].values() if test.outcome != "passed")
-        required = next(iter(compared.values()))[name].required
-        own = (_cell(by_file[name]) for by_file in compared.values())
-        lines.append((name, str(required), str(counts["failed"]), str(counts["skipped"]), *own))
-    totals = [Comparison.total(by_file.values()) for by_file in compared.values()]
-    counts = Counter(test.outcome for tests in lora.values() for test in tests.values())
-    own = (_cell(total) for total in totals)
-    lines.append(("total", str(totals[0].required), str(counts["failed"]), str(counts["skipped"]), *own))
+        own = ("left out" if name in LEFT_OUT else _cell(by_file[name]) for by_file in compared.values())
+        lines.append((name, *_counts(lora[name].values()), *own))
+    own = (_cell(Comparison.total(by_file.values())) for by_file in compared.values())
+    lines.append(("total", *_counts(test for name in names for test in lora[name].values()), *own))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
@@ -39,6 +36,13 @@ def table(lora: Outcomes, compared: Compared) -> str:
         )
         for line in lines
     )
+
+
+def _counts(tests: Iterable[Outcome]) -> tuple[str, str, str]:
+    """LoRA's tests that pass and use LoraConfig, that fail, and that are skipped."""
+    tests = list(tests)
+    counts = Counter(test.outcome for test in tests)
+    return str(sum(required(test) for test in tests)), str(counts["failed"]), str(counts["skipped"])
 
 
 def _cell(comparison: Comparison) -> str:
@@ -51,9 +55,9 @@ def _cell(comparison: Comparison) -> str:
     return f"{comparison.passed}" + (f" ({notes})" if notes else "")
 
 
-def details(compared: Compared) -> str:
-    """The excepted tests with their reasons, and the failures."""
-    lines = []
+def details(lora: Outcomes, compared: Compared) -> str:
+    """What is left out, the excepted tests with their reasons, and the failures."""
+    lines = [f"\nleft out {text}" for text in left_out(lora)]
     for method, by_file in compared.items():
         total = Comparison.total(by_file.values())
         lines.append(
@@ -64,6 +68,15 @@ def details(compared: Compared) -> str:
         lines += [f"  excepted {test}: {reason}" for test, reason in total.excepted.items()]
         lines += [f"  FAILED {test}: {' '.join(why.split())}" for test, why in total.failed.items()]
     return "\n".join(lines)
+
+
+def left_out(lora: Outcomes) -> tuple[str, ...]:
+    """The files that no method runs, each with the number of tests that LoRA passes and the reason."""
+    return tuple(
+        f"{name}, {_counts(lora[name].values())[0]} tests that pass for LoRA: {reason}"
+        for name, reason in LEFT_OUT.items()
+        if lora.get(name)
+    )
 
 
 def write_counts(path: Path, lora: Outcomes, compared: Compared) -> None:
@@ -81,7 +94,7 @@ def write_counts(path: Path, lora: Outcomes, compared: Compared) -> None:
         results.append(
             SuiteResult(
                 method,
-                tuple(name for name in lora if by_file[name].required),
+                tuple(name for name, part in by_file.items() if part.required),
                 total.required,
                 counts["failed"],
                 counts["skipped"],
@@ -89,6 +102,7 @@ def write_counts(path: Path, lora: Outcomes, compared: Compared) -> None:
                 len(total.unused),
                 tuple(f"{test}: {reason}" for test, reason in total.excepted.items()),
                 tuple(total.failed),
+                left_out(lora),
                 Environment.here(),
             )
         )

@@ -135,7 +135,9 @@ def test_only_what_passes_for_both_and_uses_the_config_counts(monkeypatch):
     assert result.excepted == {"known": "mesp's reason"}
     assert set(result.failed) == {"bad", "skipped by us", "gone"}
     assert not result.holds
-    text = table({"test_a.py": LORA}, {"mesp": {"test_a.py": result}}) + details({"mesp": {"test_a.py": result}})
+    lora, compared = {"test_a.py": LORA, "test_mixed.py": LORA}, {"mesp": {"test_a.py": result}}
+    text = table(lora, compared) + details(lora, compared)
+    assert "left out test_mixed.py, 6 tests that pass for LoRA: PeftMixedModel" in text
     assert "1 (1 excepted, 3 failed, 1 not reached)" in text
     assert "FAILED gone: missing: the test did not run" in text
 
