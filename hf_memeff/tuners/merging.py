@@ -38,20 +38,21 @@ def check_base_layers_can_merge(model: nn.Module) -> None:
             )
 
 
-def check_embeddings_can_merge(model: nn.Module) -> None:
-    """Refuse to merge in place into a weight that input and output embeddings share.
+def warn_of_tied_embeddings(model: nn.Module) -> None:
+    """Warn before merging in place into a weight that input and output embeddings share.
+
+    Unlike `merge_and_unload`, merging in place is to be undone, so the two stay tied: with the weight of the adapted
+    one the other changes as well, as in PEFT.
 
     Args:
         model: the base model with its adapters.
-
-    Raises:
-        ValueError: an adapter is on one of two embeddings that are tied.
     """
     if _tied_and_adapted(model):
-        raise ValueError(
-            "got an adapter on input or output embeddings that are tied, expected untied ones to merge into: adding it "
-            "would change both. Fix: merge_and_unload(), which unties them, or load the base model with "
-            "tie_word_embeddings=False."
+        warnings.warn(
+            "Input and output embeddings are tied and one of them carries an adapter: merging in place changes both, "
+            "and the model's outputs with them. merge_and_unload() unties them; so does loading the base model with "
+            "tie_word_embeddings=False.",
+            stacklevel=4,
         )
 
 

@@ -19,7 +19,7 @@ from hf_memeff.blocks.store import make_store
 from hf_memeff.tuners.checks import check_adapter_name, check_base_dtypes, warn_of_bare_experts
 from hf_memeff.tuners.layer import use_memeff_linears, use_stock_linears
 from hf_memeff.tuners.loading import adopt_loader
-from hf_memeff.tuners.merging import check_base_layers_can_merge, check_embeddings_can_merge, untied_embeddings
+from hf_memeff.tuners.merging import check_base_layers_can_merge, untied_embeddings, warn_of_tied_embeddings
 
 
 class MemeffModel(LoraModel):
@@ -102,12 +102,8 @@ class MemeffModel(LoraModel):
             self.detach_engine()
 
     def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
-        """Merge in place as `LoraModel` does.
-
-        Raises:
-            ValueError: the embeddings are tied and one of them carries an adapter, or PEFT refuses.
-        """
-        check_embeddings_can_merge(self.model)
+        """Merge in place as `LoraModel` does, with a warning where the adapted embeddings are tied."""
+        warn_of_tied_embeddings(self.model)
         super().merge_adapter(*args, **kwargs)
 
     def _check_merge_allowed(self) -> None:
