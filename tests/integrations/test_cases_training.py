@@ -1,6 +1,5 @@
 """Published cases of training runs with both methods: C15 to C18, C36, C38, C41 and C42."""
 
-import json
 from functools import partial
 
 import pytest
@@ -13,7 +12,6 @@ from helpers import (
     adapted_model,
     fill_adapters,
     loss_and_gradients,
-    run_python,
     tiny_model,
     token_batch,
     worst_relative_error,
@@ -21,7 +19,7 @@ from helpers import (
 from hf_memeff import AdapterHealthCallback, MespConfig, SageConfig, measure_peak_memory, saved_tensor_bytes
 from hf_memeff.integrations.attention import register_anchor
 from hf_memeff.recipes.demo.stock_peft import TokenRow, answer_loss
-from integration._training import LORA, losses, rows_with_uneven_labels, trained_weights, trainer
+from integration._training import LORA, losses, rows_with_uneven_labels, trainer
 
 EXACT = {"mesp": MespConfig, "sage": partial(SageConfig, token_budget=1.0)}
 SPARSE = partial(SageConfig, token_budget=0.3, sink_tokens=1, dense_layers=())
@@ -197,49 +195,7 @@ def test_c41_eight_rows_at_once_and_two_by_four_give_equal_gradients(tmp_path, a
         assert max((gradients[n] - expected[n]).abs().max() for n in expected) <= 1e-5, which
 
 
-# C42: resuming
-
-
-RESUMED = """
-import sys
-sys.path.insert(0, {tests!r})
-import json, torch
-torch.set_num_threads(1)
-from functools import partial
-from helpers import adapted_model
-from hf_memeff import MespConfig, SageConfig
-from integration._training import losses, trainer
-model = adapted_model({config}, lora_dropout=0.1)
-built = trainer({folder!r}, model, save_strategy="steps", save_steps=2)
-built.train(resume_from_checkpoint=True)
-torch.save({{n: p.detach() for n, p in model.named_parameters() if p.requires_grad}}, {out!r})
-print(json.dumps(losses(built)))
-"""
-
-
-@pytest.mark.parametrize(
-    "config", ["MespConfig", "partial(SageConfig, token_budget=0.3, saliency='random', dense_layers=())"]
-)
-def test_c42_another_process_resumes_with_the_losses_and_weights_of_an_uninterrupted_run(tmp_path, request, config):
-    tests = str(request.path.parents[1])
-    whole = trainer(tmp_path / "whole", adapted_model(eval(config), lora_dropout=0.1))
-    whole.train()
-
-    class Stop(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            control.should_training_stop = state.global_step == 2
-
-    folder, out = str(tmp_path / "parts"), str(tmp_path / "weights.pt")
-    first = trainer(
-        folder, adapted_model(eval(config), lora_dropout=0.1), callbacks=[Stop()], save_strategy="steps", save_steps=2
-    )
-    first.train()
-    done = run_python(RESUMED.format(tests=tests, config=config, folder=folder, out=out))
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout.strip().splitlines()[-1]) == losses(whole)
-    weights = torch.load(out, weights_only=True)
-    for name, weight in trained_weights(whole.model).items():
-        assert torch.equal(weights[name].double(), weight), name
+# C42: resuming (killed runs are in integration/test_crash.py)
 
 
 @every_method
