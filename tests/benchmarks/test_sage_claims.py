@@ -7,14 +7,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.conftest import pointing
-from hf_memeff.benchmarks.sage_claims import Claim, claims, claims_table
+from hf_memeff.benchmarks.sage_claims import claims, claims_table
 from hf_memeff.benchmarks.tables import NOT_MEASURED
-
-
-def test_limits_hold_from_either_side() -> None:
-    assert [Claim("", 0.5, value).holds for value in (0.4, 0.5, None, float("nan"))] == [False, True, None, False]
-    assert [Claim("", 0.5, value, at_most=True).holds for value in (0.4, 0.5, 0.6)] == [True, True, False]
-    assert Claim("", None, 0.5).holds is None
 
 
 def test_all_claims_from_what_was_measured(learning, steps, cosines) -> None:
