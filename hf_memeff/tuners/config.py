@@ -11,7 +11,7 @@ from peft.tuners.lora import LoraConfig
 from peft.utils import PeftType
 
 from hf_memeff.tuners.options import MemeffOptions, shorten
-from hf_memeff.tuners.portable import card_note, put_card_note, read_adapter, write_adapter
+from hf_memeff.tuners.portable import card_note, put_card_note, put_card_tags, read_adapter, write_adapter
 from hf_memeff.tuners.source import AdapterSource, refuse_pickle
 
 REFUSED_VARIANTS = {
@@ -57,7 +57,7 @@ class MemeffConfig(MemeffOptions, LoraConfig):
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Write `adapter_config.json`, a plain LoRA config, and `memeff_config.json` with this package's fields.
 
-        A model card that PEFT has put into the folder gets a note on loading.
+        A model card that PEFT has put into the folder gets a note on loading, and the method's tags.
 
         Args:
             save_directory: folder, created if missing.
@@ -75,6 +75,12 @@ class MemeffConfig(MemeffOptions, LoraConfig):
         write_adapter(os.fspath(save_directory), fields, self, self.method)
         notes = {name: card_note(cls.title, cls.__name__, cls.promise) for name, cls in config_classes().items()}
         put_card_note(os.fspath(save_directory), notes[self.method], notes.values())
+        put_card_tags(os.fspath(save_directory), self.tags())
+
+    @classmethod
+    def tags(cls) -> tuple[str, ...]:
+        """What the method's adapters are tagged with; they are LoRA adapters, which PEFT says of its own type alone."""
+        return "hf_memeff", cls.method, "lora"
 
     @classmethod
     def from_pretrained(

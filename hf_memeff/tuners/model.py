@@ -62,8 +62,7 @@ class MemeffModel(LoraModel):
             self._take_back(adapter_name)
             raise
         if not self._new_tags and hasattr(model, "add_model_tags"):
-            tags = ("hf_memeff", self.method, "lora")  # PEFT adds "lora" only to its own type; the saved adapter is one
-            self._new_tags = tuple(tag for tag in tags if tag not in (model.model_tags or ()))
+            self._new_tags = tuple(tag for tag in config.tags() if tag not in (model.model_tags or ()))
             model.add_model_tags(list(self._new_tags))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

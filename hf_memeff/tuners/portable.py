@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
+from huggingface_hub import ModelCard
 from peft.tuners.lora import LoraConfig
 from peft.utils import CONFIG_NAME
 
@@ -141,6 +142,25 @@ def put_card_note(folder: str, note: str, notes: Iterable[str]) -> None:
     for other in notes:
         card = card.replace(other.strip(), "")
     write_text(path, card.rstrip("\n") + "\n" + note)
+
+
+def put_card_tags(folder: str, tags: Iterable[str]) -> None:
+    """Add tags to the model card, if PEFT has written one into the folder.
+
+    The Hub knows an adapter as LoRA by the tag "lora", which PEFT gives to its own type alone.
+
+    Args:
+        folder: the adapter's folder.
+        tags: what the card's metadata is to hold; tags that are there stay.
+    """
+    path = os.path.join(folder, CARD_NAME)
+    if not os.path.isfile(path):
+        return
+    card = ModelCard.load(path)
+    before = set(card.data.get("tags") or ())
+    if not before.issuperset(tags):
+        card.data["tags"] = sorted(before.union(tags))
+        write_text(path, str(card))
 
 
 def write_json(path: str, data: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from peft import LoHaConfig, LoraConfig, get_layer_status, get_peft_model, inject_adapter_in_model
 from peft.tuners import lora
 from peft.tuners.lora import config as lora_config
@@ -129,3 +130,13 @@ def test_a_layer_prints_and_reports_itself_as_peft_s_own(ours):
     assert type(layer) is not lora.Linear
     assert repr(layer).startswith("lora.Linear(\n")
     assert [status.module_type for status in get_layer_status(model)] == ["lora.Linear"]
+
+
+def test_an_adapter_of_a_custom_model_is_tagged_as_lora(ours, tmp_path):
+    """PEFT takes tags from a model of transformers, and gives "lora" to its own type alone."""
+    model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(3, 2)), ours(r=1, target_modules=["0"]))
+    model.save_pretrained(tmp_path)
+    assert ModelCard.load(tmp_path / "README.md").data["tags"] == sorted({"hf_memeff", "lora", ours.name})
+    text = (tmp_path / "README.md").read_text().strip()
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text().strip() == text
