@@ -15,8 +15,8 @@ from hf_memeff.tuners.layer import MemeffLinear
 def check_base_layers_can_merge(model: nn.Module) -> None:
     """Refuse to add an adapter to the weight of a linear layer that may not compute with that weight as it is.
 
-    A subclass of `nn.Linear` with a forward of its own (a quantiser's, for one) or a parametrized weight passes PEFT's
-    checks by type, trains through its own forward, and would give other outputs after merging.
+    A quantiser's layer may be an `nn.Linear` by type and still not multiply with its weight; so may one with a
+    parametrized weight. They train through their own forward, and would give other outputs after merging.
 
     Args:
         model: the base model with its adapters.
@@ -25,17 +25,20 @@ def check_base_layers_can_merge(model: nn.Module) -> None:
         ValueError: an adapted layer is such a one.
     """
     for name, module in model.named_modules():
-        if not isinstance(module, MemeffLinear):
-            continue
-        base = module.get_base_layer()
-        parametrized = hasattr(base, "parametrizations")
-        if isinstance(base, nn.Linear) and (type(base).forward is not nn.Linear.forward or parametrized):
+        if isinstance(module, MemeffLinear) and not _multiplies_with_its_weight(module.get_base_layer()):
+            base = module.get_base_layer()
             raise ValueError(
-                f"got {name!r} to merge, a {type(base).__name__} "
-                f"{'whose weight is parametrized' if parametrized else 'with a forward of its own'}, expected a plain "
-                "linear layer, since its output need not be a product with its weight. Fix: load the base model with "
-                "plain linear layers and merge there, or keep the adapter apart."
+                f"got {name!r} to merge, a {type(base).__name__}, expected a plain linear layer: this one has a "
+                "forward of its own or a parametrized weight, so that adding to its weight need not add to its output. "
+                "Fix: load the base model with plain linear layers and merge there, or keep the adapter apart."
             )
+
+
+def _multiplies_with_its_weight(base: nn.Module) -> bool:
+    if hasattr(base, "parametrizations"):
+        return False
+    conv1d = type(base).__name__ == "Conv1D" and hasattr(base, "nf")  # GPT-2's, from transformers
+    return conv1d or (isinstance(base, nn.Linear) and type(base).forward is nn.Linear.forward)
 
 
 def warn_of_tied_embeddings(model: nn.Module) -> None:
