@@ -70,14 +70,14 @@ def make_model(method: SageMethod, base: Any, *, rank: int, seed: int) -> Any:
     Args:
         method: how it is to be trained.
         base: a `PreTrainedModel`; it stays without adapter, its weights are shared.
-        rank: of the adapter, whose alpha is twice that.
+        rank: of the adapter; its alpha is PEFT's default.
         seed: of the adapter's initial values.
 
     Returns:
         The `PeftModel`, in train mode.
     """
     copied = with_shared_weights(base)
-    fields: dict[str, Any] = {"r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear"}
+    fields: dict[str, Any] = {"r": rank, "target_modules": "all-linear"}
     fields["task_type"] = "CAUSAL_LM"
     if method.name.startswith("lora"):
         model = wrap(copied, method.name, seed=seed, **fields)

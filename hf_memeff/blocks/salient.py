@@ -87,7 +87,8 @@ class _Cache:
         return list(self.__dict__.values())
 
 
-_ATTENTION_SHARE = 0.5  # of the score "loss"; measured on SmolLM2: 0.3 to 1.5 differ by 0.02 in the gradient's cosine
+_LOSS_SEEN = 0.5  # of what a token's being looked at counts beside its own likely loss; best of 0.5, 1, 2 on SmolLM2
+_ADAPTIVE_ASKED = 0.25  # share of the rows whose attention the gradient is followed through, where no budget says it
 _STORED = ("hidden", "output", "keys", "values")  # as large as tokens times width: these wait in the activation store
 _FIELDS = tuple(_Cache.__dataclass_fields__)
 
@@ -128,12 +129,14 @@ class _Chooser(AttentionProbe):
         if settings.saliency == "value_norm":
             return value_norm_saliency(self.v)
         rows, alive = tokens.queries(shape, self.q.device, settings.query_rows)
-        attention = attention_saliency(self.q, self.k, self.rule, rows, alive, self.lse)
         loss = tokens.likely_loss(self._hidden) if settings.saliency == "loss" else None
         if loss is None:
-            return attention
-        # what labelled rows look at fills what they leave of the budget, and settles near ties
-        return loss + _ATTENTION_SHARE * attention / attention.amax(1, keepdim=True).clamp_min(1e-30)
+            return attention_saliency(self.q, self.k, self.rule, rows, alive, self.lse)
+        # a row without a label that is asked all the same (the last one) counts in full
+        asked = loss.gather(1, rows)
+        weights = torch.where(asked > 0.0, asked, 1.0)
+        seen = attention_saliency(self.q, self.k, self.rule, rows, alive, self.lse, weights)
+        return loss + _LOSS_SEEN * seen / self.q.shape[1]
 
 
 class SalientBlock(torch.autograd.Function):
@@ -201,15 +204,17 @@ def _salient_backward(
 ) -> Tensor | None:
     """The block's backward through its kept tokens: the gradient of its input, (B, S, D), or ``None``."""
     batch, length = g.shape[:2]
+    found = _recompute(pass_, cache.hidden, salient, kwargs) if cache.output is None and not salient.whole else None
     if cache.positions is None:
-        kept = salient.choose(gradient_saliency(g), (batch, length), g.device)
+        kept = salient.choose(_gradient_scores(g, found, salient), (batch, length), g.device)
     else:
         kept = KeptTokens(cache.positions, cache.alive)
     index = (kept.positions + length * torch.arange(batch, device=g.device)[:, None]).flatten()
     projected = None
     if cache.output is None:
-        projected = None if salient.whole else _recover(pass_, cache, salient, kept, kwargs)
-        if projected is None:
+        if found is not None:
+            projected = found.fill(cache, salient, kept)
+        else:
             alive = index if kept.alive is None else index[kept.alive.flatten()]
             return block_backward(pass_, g, cache.hidden, kwargs, need_input=need_input, kept=alive)
     columns = kept.positions[..., None].expand(-1, -1, g.shape[-1])
@@ -231,30 +236,60 @@ def _salient_backward(
     return g.to(total.dtype, copy=True).scatter_(1, columns, total)
 
 
-def _recover(
-    pass_: Pass, cache: _Cache, salient: SalientCall, kept: KeptTokens, kwargs: dict[str, Any]
-) -> list[Tensor] | None:
-    """Recompute from the block's whole input what a choice in the forward pass would have cached.
+@dataclass
+class _Recomputed:
+    """What the backward pass finds of a block's attention from the block's whole input.
 
-    Returns:
-        The projections at the kept tokens, (B, K, width) each; ``None`` where the attention drops out, so that its
-        output depends on random numbers for all rows.
+    Attributes:
+        probe: the attention's tensors, of all rows.
+        projected: the projections of all rows, (B, S, width) each.
     """
-    call, hidden, settings = pass_.call, cache.hidden, salient.settings
+
+    probe: AttentionProbe
+    projected: list[Tensor]
+
+    def fill(self, cache: _Cache, salient: SalientCall, kept: KeptTokens) -> list[Tensor]:
+        """Put into the cache what a choice in the forward pass would have put there.
+
+        Returns:
+            The projections at the kept tokens, (B, K, width) each.
+        """
+        probe, rows = self.probe, kept.positions
+        at_rows = probe.q.gather(2, rows[:, None, :, None].expand(-1, probe.q.shape[1], -1, probe.q.shape[-1]))
+        output, lse = rows_attention(at_rows, probe.k, probe.v, probe.rule, rows)
+        cache.output, cache.lse = kept.blank(output.transpose(1, 2).contiguous()), _blank_lse(lse, kept)
+        if salient.settings.backward_keys == "all":
+            cache.keys, cache.values = probe.k, probe.v
+        cache.hidden = kept.take(cache.hidden)
+        return [kept.take(p) for p in self.projected]
+
+
+def _recompute(pass_: Pass, hidden: Tensor, salient: SalientCall, kwargs: dict[str, Any]) -> _Recomputed | None:
+    """Look at the attention again; ``None`` where it drops out, so that its output depends on random numbers for all
+    rows.
+    """
+    call = pass_.call
     probe = AttentionProbe(part(call.layer, call.layout.attention), salient.tokens, run=False)
     pass_.prepare_head()
     projected = project(pass_, hidden.reshape(-1, hidden.shape[-1]), hidden.shape)
     attend(call, projected, hidden, kwargs, probe)
-    if probe.dropout > 0.0:
-        return None
-    rows = kept.positions
-    at_rows = probe.q.gather(2, rows[:, None, :, None].expand(-1, probe.q.shape[1], -1, probe.q.shape[-1]))
-    output, lse = rows_attention(at_rows, probe.k, probe.v, probe.rule, rows)
-    cache.output, cache.lse = kept.blank(output.transpose(1, 2).contiguous()), _blank_lse(lse, kept)
-    if settings.backward_keys == "all":
-        cache.keys, cache.values = probe.k, probe.v
-    cache.hidden = kept.take(hidden)
-    return [kept.take(p) for p in projected]
+    return _Recomputed(probe, projected) if probe.dropout == 0.0 else None
+
+
+def _gradient_scores(g: Tensor, found: _Recomputed | None, salient: SalientCall) -> Tensor:
+    """How much gradient comes to each token, (B, S): its own, and through the attention of the rows with the most.
+
+    A key that is left out takes the gradient of all rows that look at it with it, so that own gradients alone would
+    drop what prompts get. Without a look at the attention own gradients have to do.
+    """
+    own = gradient_saliency(g)
+    if found is None:
+        return own
+    probe, budget = found.probe, salient.settings.token_budget
+    asked = budget_tokens(_ADAPTIVE_ASKED if isinstance(budget, str) else budget, g.shape[1])
+    rows = own.topk(asked, dim=1).indices.sort(1).values
+    through = attention_saliency(probe.q, probe.k, probe.rule, rows, weights=own.gather(1, rows))
+    return own + through / probe.q.shape[1]
 
 
 def _blank_lse(lse: Tensor, kept: KeptTokens) -> Tensor:

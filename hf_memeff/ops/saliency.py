@@ -40,7 +40,13 @@ def query_positions(predicted: Tensor, limit: int | None = None) -> tuple[Tensor
 
 
 def attention_saliency(
-    q: Tensor, k: Tensor, rule: ScoreRule, rows: Tensor, alive: Tensor | None = None, lse: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    rule: ScoreRule,
+    rows: Tensor,
+    alive: Tensor | None = None,
+    lse: Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """How much attention some rows give to each token, summed over rows and heads.
 
@@ -51,9 +57,10 @@ def attention_saliency(
         rows: (B, R) positions of the rows that are asked.
         alive: (B, R) bool, false for slots that hold no row.
         lse: (B, H, S), the log-sum-exp of all rows where the attention kernel gave it.
+        weights: (B, R), how much each row counts; ``None`` is 1 each.
 
     Returns:
-        (B, S) in the accumulation dtype, between 0 and H R.
+        (B, S) in the accumulation dtype; without weights between 0 and H R.
     """
     batch, heads, length, size = q.shape
     total = torch.zeros(batch, length, dtype=accumulation_dtype(q.dtype), device=q.device)
@@ -73,7 +80,11 @@ def attention_saliency(
             first, limit = int(rows[:, tile].min()), int(rows[:, tile].max()) + 1
         s = capped_scores(q[:, :, tile], k[:, :, :limit], rule)
         s[..., first:] += rule.bias(rows[:, tile], s.dtype, range(first, limit))
-        total[:, :limit] += probabilities(s, lse[:, :, tile]).sum((1, 2))
+        p = probabilities(s, lse[:, :, tile])
+        if weights is None:
+            total[:, :limit] += p.sum((1, 2))
+        else:
+            total[:, :limit] += torch.bmm(weights[:, None, tile].to(p.dtype), p.sum(1))[:, 0]
     return total
 
 

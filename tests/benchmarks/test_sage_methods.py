@@ -24,7 +24,7 @@ def test_a_model_is_trained_as_its_method_says(method: SageMethod, base: Any) ->
     model, lora = (make_model(way, base, rank=3, seed=4) for way in (method, SageMethod("lora")))
     config = model.peft_config["default"]
     assert type(config) is {"l": LoraConfig, "m": MespConfig, "s": SageConfig}[method.name[0]]
-    assert (config.r, config.lora_alpha) == (3, 6)
+    assert (config.r, config.lora_alpha) == (3, 8)
     assert model.training
     assert model.is_gradient_checkpointing == (method.name == "lora-checkpointing")
     if isinstance(config, SageConfig):

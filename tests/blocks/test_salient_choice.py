@@ -96,15 +96,7 @@ def test_which_rows_are_asked_changes_the_choice(chosen):
 
 def eager_choice(model, batch, count, sinks):
     """The tokens of every layer from whole attention matrices of the eager implementation."""
-    base = model.get_base_model()
-    implementation = base.config._attn_implementation
-    base.set_attn_implementation("eager")
-    try:
-        with torch.no_grad():
-            inputs = {k: v for k, v in batch.items() if k != "labels"}
-            attentions = base(**inputs, output_attentions=True, use_cache=False).attentions
-    finally:
-        base.set_attn_implementation(implementation)
+    attentions = eager_attentions(model, batch)
     asked = torch.nn.functional.pad(batch["labels"][:, 1:] != -100, (0, 1), value=False)
     real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
     sets = []
@@ -144,13 +136,75 @@ def test_likely_losses_keep_the_rows_whose_label_the_output_layer_gives_least_of
     targets = batch["labels"].roll(-1, 1).clamp_min(0)
     surprise = logits.mean(-1) - logits.gather(-1, targets[..., None])[..., 0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_memeff.blocks.salient._ATTENTION_SHARE", 1e-6)
+        patch.setattr("hf_memeff.blocks.salient._LOSS_SEEN", 1e-6)
         with engine(model, strict=True, salient=sparse(5 / LENGTH, saliency="loss", sink_tokens=0)):
             step(model, batch)
     for row in range(2):
         rows = range(LENGTH - 11, LENGTH - 1)
         hardest = sorted(rows, key=lambda i, row=row: -surprise[row, i].item())[:4]
         assert alive_positions(chosen[-2], row) == sorted([*hardest, LENGTH - 1])
+
+
+def eager_attentions(model, batch):
+    """The attention of every layer, (B, H, S, S), by the eager implementation."""
+    base = model.get_base_model()
+    implementation = base.config._attn_implementation
+    base.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            inputs = {k: v for k, v in batch.items() if k != "labels"}
+            return base(**inputs, output_attentions=True, use_cache=False).attentions
+    finally:
+        base.set_attn_implementation(implementation)
+
+
+@pytest.mark.parametrize("side", [None, "left", "right"])
+def test_gradients_count_by_themselves_and_through_the_attention_of_the_rows_with_the_most(side, monkeypatch):
+    model, batch = adapted("llama", torch.float32), token_batch(2, LENGTH, side)
+    attention = eager_attentions(model, batch)[-1].mean(1)
+    scores, incoming = [], []
+    own = SalientCall.choose
+    monkeypatch.setattr(SalientCall, "choose", lambda self, s, *rest: (scores.append(s), own(self, s, *rest))[1])
+    norm = model.get_base_model().model.norm
+
+    def note(module, args):
+        args[0].register_hook(incoming.append)
+
+    handle = norm.register_forward_pre_hook(note)
+    with engine(model, strict=True, salient=sparse(0.3, saliency="gradient")):
+        scores.clear()  # the self-check's
+        step(model, batch)
+    handle.remove()
+    g = incoming[0].norm(dim=-1)
+    expected = g.clone()
+    for row in range(2):
+        asked = g[row].topk(budget_tokens(0.3, LENGTH)).indices
+        expected[row] += (g[row, asked, None] * attention[row, asked]).sum(0)
+    assert relative_error(scores[0], expected) <= 1e-4
+
+
+@pytest.mark.parametrize("side", [None, "left", "right"])
+def test_likely_losses_count_by_themselves_and_through_the_attention_of_their_rows(side, monkeypatch):
+    model, batch = adapted("llama", torch.float32), token_batch(2, LENGTH, side)
+    batch["labels"][0, : LENGTH // 2], batch["labels"][1] = -100, -100  # the second sequence has no label
+    attention = eager_attentions(model, batch)[0].mean(1)
+    base = model.get_base_model()
+    with torch.no_grad():
+        logits = base.lm_head(base.model.norm(base.model.embed_tokens(batch["input_ids"])))
+    rows = (batch["labels"][0].roll(-1) != -100).nonzero().flatten()
+    z = logits[0].gather(1, batch["labels"][0].roll(-1).clamp_min(0)[:, None])[:, 0] - logits[0].mean(-1)
+    loss = torch.sigmoid((z[rows].mean() - z[rows]) / z[rows].std(unbiased=False))
+    scores = []
+    own = SalientCall.choose
+    monkeypatch.setattr(SalientCall, "choose", lambda self, s, *rest: (scores.append(s), own(self, s, *rest))[1])
+    with engine(model, strict=True, salient=sparse(0.3, saliency="loss")):
+        scores.clear()
+        step(model, batch)
+    expected = 0.5 * (loss[:, None] * attention[0, rows]).sum(0)
+    expected[rows] += loss
+    assert relative_error(scores[0][0], expected) <= 1e-4
+    last = batch["attention_mask"][1].nonzero().max() if side else LENGTH - 1
+    assert relative_error(scores[0][1], 0.5 * attention[1, last]) <= 1e-4
 
 
 def test_without_labels_likely_losses_are_the_last_token_s_attention(chosen):

@@ -38,6 +38,10 @@ def test_attention_from_some_rows(name, given, tile):
     expected = torch.stack([p[b][:, rows[b][alive[b]]].sum((0, 1)) for b in range(BATCH)])
     got = attention_saliency(q, k, rule, rows, alive, lse if given else None)
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+    weights = torch.rand(rows.shape, dtype=torch.float64)
+    expected = torch.stack([(p[b][:, rows[b]] * weights[b, :, None]).sum((0, 1)) for b in range(BATCH)])
+    got = attention_saliency(q, k, rule, rows, None, lse if given else None, weights)
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["causal", "bool mask", "softcap"])

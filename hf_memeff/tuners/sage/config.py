@@ -65,11 +65,10 @@ class SageConfig(MemeffConfig):
         "How a block scores its tokens. 'attention': the attention that the rows of `query_rows` pay to them, known in "
         "the forward pass, so that only kept tokens are stored (least memory). 'loss': rows that predict a label, the "
         "hardest first by an early look through the model's output layer, and what they attend to, for the same "
-        "memory: the better choice where the model is given labels (without them it is 'attention'); with "
-        "backward_keys='all' close to 'gradient'. 'gradient': the size of the gradient "
-        "that comes back to them, the best choice of tokens, which needs the block inputs of all tokens (MeSP's "
-        "memory, SAGE's speed). 'value_norm': the size of their values, as in the authors' code, which is cheaper "
-        "to score. 'random': a baseline; the same batch draws the same tokens.",
+        "memory: the better choice where the model is given labels (without them it is 'attention'). 'gradient': the "
+        "gradient that comes back to them, by itself and through attention: the best choice of tokens, which needs the "
+        "block inputs of all tokens (MeSP's memory, SAGE's speed). 'value_norm': the size of their values, as in the "
+        "authors' code, which is cheaper to score. 'random': a baseline; the same batch draws the same tokens.",
     )
     token_budget: float | str = option(
         0.5,
