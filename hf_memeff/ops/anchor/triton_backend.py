@@ -2,8 +2,8 @@
 
 Which keys are kept is decided from averaged rows and their anchors alone. So the first kernel makes only these, from
 scores without values, the second compares, counts and lists, and the third computes attention over init, kept and
-local keys in one online softmax. The local scores are computed twice, which costs less than to write and read a
-float32 accumulator for each row, and needs none of its memory.
+local keys in one online softmax. The local scores are computed twice, which needs none of the memory that a float32
+accumulator for each row would take from one kernel to the next.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class _Selection:
         positions = torch.empty(max(1, total), dtype=torch.int32, device=self.k.device)
         if total:
             starts.masked_fill_(everything[..., None], -1)
-            self._run(self.kernels.FILL, quotas=equal.int(), starts=starts, positions=positions)
+            self._run(self.kernels.FILL, quotas=equal.int().contiguous(), starts=starts, positions=positions)
         return positions
 
     def _raise_cuts(self, limit: int) -> None:

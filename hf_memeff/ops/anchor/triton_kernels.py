@@ -36,12 +36,12 @@ def parts(dtype: torch.dtype) -> int:
 
 def stripe_shape(size: int, group: int, dtype: torch.dtype) -> dict[str, int]:
     """How `stripe_kernel` is launched: heads of a group that share what is read, averaged rows of each (those of a
-    superblock of the paper), keys, and warps.
+    superblock of the paper), keys, warps and stages.
 
     It is not tuned, as all its passes have to be the same; the averaged rows of four heads are what registers hold.
     """
     heads = min(4, padded(group, 1)) if dtype != torch.float32 and size <= 128 else 1
-    return {"HEADS": heads, "POOLED": 16, "KEYS": 32, "num_warps": 2 if heads == 1 else 4}
+    return {"HEADS": heads, "POOLED": 16, "KEYS": 32, "num_warps": 2 if heads == 1 else 4, "num_stages": 2}
 
 
 def _configs(*choices: tuple[int, int, int, int]) -> list[triton.Config]:
@@ -51,17 +51,18 @@ def _configs(*choices: tuple[int, int, int, int]) -> list[triton.Config]:
     ]
 
 
-HALF_CONFIGS = _configs((128, 64, 8, 3), (64, 64, 8, 3), (64, 32, 4, 2))
+HALF_CONFIGS = _configs((128, 64, 8, 3), (128, 32, 8, 3), (64, 32, 4, 2))
 """Rows, keys, warps and stages to choose from for half precision. Larger tiles spill registers at D = 128."""
 
-FULL_CONFIGS = _configs((32, 32, 8, 2), (16, 32, 4, 2))
-"""The same for float32, of which each number takes two registers when it is split into TF32 parts."""
+FULL_CONFIGS = _configs((16, 32, 4, 2), (32, 32, 8, 2))
+"""The same for float32, of which each number takes two registers when it is split into TF32 parts; `anchor_kernel`
+has the first alone."""
 
 
 def _fitting(configs: list[triton.Config], arguments: dict[str, Any], **meta: Any) -> list[triton.Config]:
     """Those for a call's dtype that fit the shared memory of every GPU from sm_80 on, or else the smallest."""
     item_bytes = arguments["q"].element_size()
-    configs = FULL_CONFIGS if item_bytes == 4 else HALF_CONFIGS
+    configs = [c for c in configs if (c in FULL_CONFIGS) == (item_bytes == 4)]
 
     def tile_bytes(config: triton.Config) -> int:
         # one stage's tiles are in use, or on their way to registers, while the others' are read
@@ -106,7 +107,7 @@ def _load_rows(base, index, stride, there, SIZE: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.autotune(
-    configs=[*HALF_CONFIGS, *FULL_CONFIGS],
+    configs=[*HALF_CONFIGS, FULL_CONFIGS[0]],
     key=["D"],
     prune_configs_by={"early_config_prune": _fitting},
 )
@@ -154,6 +155,7 @@ def anchor_kernel(
     for row in range(low, high, ROWS):
         position = row + tl.arange(0, ROWS)
         queries = _load_rows(q_base, position, stride_q_row, position < high, D, BLOCK_D)
+        q_sum += tl.sum(queries.to(tl.float32), 0)
         seen = first + tl.minimum(row + ROWS, high) - last
         top = tl.full([ROWS], float("-inf"), tl.float32)
         for step in range(0, seen, KEYS):
@@ -163,7 +165,6 @@ def anchor_kernel(
             scores = tl.dot(queries, tl.trans(keys), input_precision="tf32x3") * log2_scale
             scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
             top = tl.maximum(top, tl.max(scores, 1))
-        q_sum += tl.sum(queries.to(tl.float32), 0)
         top_sum += tl.sum(tl.where(position < high, top, 0.0), 0)
     column = tl.arange(0, BLOCK_D)
     rows = (high - low).to(tl.float32)

@@ -82,16 +82,10 @@ def tuned(kernel: Any, dtype: str, size: int) -> list[tuple[dict[str, Any], dict
 def shaped(dtype: str, size: int, group: int) -> tuple[dict[str, Any], dict[str, int]]:
     """Constants and options of the stripe kernel."""
     shape = triton_kernels.stripe_shape(size, group, DTYPES[dtype])
-    options = {"num_warps": shape.pop("num_warps")}
-    known = {"group": 1} if group == 1 else {}
-    return {
-        "D": size,
-        "BLOCK_D": size,
-        "PARTS": triton_kernels.parts(DTYPES[dtype]),
-        "CHUNK": CHUNK,
-        **shape,
-        **known,
-    }, options
+    options = {name: shape.pop(name) for name in ("num_warps", "num_stages")}
+    shape.update({"group": 1} if group == 1 else {})
+    parts = triton_kernels.parts(DTYPES[dtype])
+    return {"D": size, "BLOCK_D": size, "PARTS": parts, "CHUNK": CHUNK, **shape}, options
 
 
 def test_anchor_kernel_compiles_for_sm_80() -> None:
@@ -132,6 +126,6 @@ def test_there_is_a_config_for_every_head_size(size: int, dtype: torch.dtype) ->
         found = kernel.early_config_prune(
             kernel.configs, {"q": torch.empty(0, dtype=dtype)}, BLOCK_D=size, BLOCK_DV=size
         )
-        own = triton_kernels.FULL_CONFIGS if dtype == torch.float32 else triton_kernels.HALF_CONFIGS
-        assert found and set(found) <= set(own)
-        assert size > 128 or len(found) == len(own)
+        full = dtype == torch.float32
+        assert found and all((config in triton_kernels.FULL_CONFIGS) == full for config in found)
+        assert size > 128 or len(found) == sum((c in triton_kernels.FULL_CONFIGS) == full for c in kernel.configs)
