@@ -35,6 +35,26 @@ def op_speed(results: Sequence[OpResult]) -> float | None:
     return dense / ours
 
 
+def method_rows(ops: Sequence[OpResult], prefills: Sequence[PrefillResult]) -> list[list[str]]:
+    """AnchorAttention's row of the table of all methods: the longest text whose whole prefill was timed, and the
+    longest whose attention alone was; none if neither is there.
+    """
+    told = []
+    if prefills:
+        longest = max(prefills, key=lambda r: r.tokens)
+        told.append(
+            f"prefill of {longest.tokens} tokens {longest.speed:.2f}x as fast as sdpa, loss "
+            f"{100 * longest.loss_change:+.1f} % ({longest.model})"
+        )
+    timed = {n: s for n, own in at_length(ops, SETTINGS[0]).items() if (s := op_speed(own)) is not None}
+    if timed:
+        told.append(f"its attention alone {timed[max(timed)]:.2f}x at {max(timed)} tokens")
+    if not told:
+        return []
+    name = 'AnchorAttention (`attn_implementation="anchor"`)'
+    return [[name, "trains densely; approximate in prefill", "-", "; ".join(told), "none"]]
+
+
 def op_table(results: Sequence[OpResult]) -> str:
     """Speed, density, recall and error by length and setting, over the layers that were measured."""
     rows = []

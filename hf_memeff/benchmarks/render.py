@@ -32,8 +32,11 @@ def blocks(results_folder: Path) -> dict[str, str]:
     families = read_family_results(results_folder / "families.json")
     steps = read_results(StepResult, results_folder / "sage_steps.json")
     cosines = read_results(CosineResult, results_folder / "sage_cosine.json")
+    ops = read_results(OpResult, results_folder / "anchor_op.json")
+    prefills = read_results(PrefillResult, results_folder / "anchor_prefill.json")
+    others = [*sage_tables.method_rows(steps, cosines), *anchor_tables.method_rows(ops, prefills)]
     return {
-        "methods": tables.methods_table(results, sage_tables.method_rows(steps, cosines)),
+        "methods": tables.methods_table(results, others),
         "peak": tables.peak_table(results),
         "time": tables.time_table(results),
         "other-cases": tables.other_cases_table(results),
@@ -44,7 +47,7 @@ def blocks(results_folder: Path) -> dict[str, str]:
         "gpu": tables.gpu_note(results),
         "gpu-store": tables.gpu_note(results, "mesp-cpu"),
         **_sage_blocks(read_results(LearningResult, results_folder / "sage_learning.json"), steps, cosines),
-        **_anchor_blocks(results_folder),
+        **_anchor_blocks(ops, prefills, results_folder),
     }
 
 
@@ -64,9 +67,7 @@ def _sage_blocks(
     return contents
 
 
-def _anchor_blocks(folder: Path) -> dict[str, str]:
-    ops = read_results(OpResult, folder / "anchor_op.json")
-    prefills = read_results(PrefillResult, folder / "anchor_prefill.json")
+def _anchor_blocks(ops: Sequence[OpResult], prefills: Sequence[PrefillResult], folder: Path) -> dict[str, str]:
     needles = read_results(NeedleResult, folder / "anchor_needle.json")
     peers = read_results(PeerResult, folder / "anchor_peers.json")
     return {

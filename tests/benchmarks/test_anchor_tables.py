@@ -13,6 +13,7 @@ from hf_memeff.benchmarks.anchor_results import HeatResult, NeedleResult, OpResu
 from hf_memeff.benchmarks.anchor_rules import TITLES
 from hf_memeff.benchmarks.anchor_tables import (
     complete_layers,
+    method_rows,
     needle_table,
     op_layers_table,
     op_speed,
@@ -152,6 +153,18 @@ def test_op_tables(ops: list[OpResult]) -> None:
     ]
     layers = op_layers_table(ops, 8192).splitlines()[2:]
     assert layers == ["| 0 | 1.20x | 0.100 | 0.960 | 0.900 | 0.020 |", "| 1 | 2.00x | 0.200 | 0.970 | 0.900 | 0.020 |"]
+
+
+def test_the_row_among_all_methods_tells_the_longest_prefill_and_the_longest_attention(
+    ops: list[OpResult], prefills: list[PrefillResult]
+) -> None:
+    shorter = replace(prefills[0], tokens=2048, seconds=(40.0, 80.0))
+    (row,) = method_rows(ops, [shorter, *prefills])
+    assert row[3] == (
+        "prefill of 8192 tokens 2.00x as fast as sdpa, loss +0.5 % (SmolLM2-135M); its attention alone 3.00x at 16384 "
+        "tokens"
+    )
+    assert method_rows([], []) == []
 
 
 def test_other_tables(prefills: list[PrefillResult], needles: list[NeedleResult], peers: list[PeerResult]) -> None:
