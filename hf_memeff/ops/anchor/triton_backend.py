@@ -205,7 +205,7 @@ class _Selection:
         if limit is not None and max(self.candidates) > limit:
             self._raise_cuts(limit)
         counts = torch.zeros(*self.cuts.shape, self.chunks, 2, dtype=torch.int32, device=self.k.device)
-        self._run(self.kernels.COUNT, counts=counts)
+        self._run(self.kernels.COUNT.value, counts=counts)
         above, equal = counts.long().unbind(-1)
         if limit is not None:
             # keys at the cut are kept in order until the limit is reached
@@ -226,7 +226,7 @@ class _Selection:
         positions = torch.empty(max(1, total), dtype=torch.int32, device=self.k.device)
         if total:
             starts.masked_fill_(everything[..., None], -1)
-            self._run(self.kernels.FILL, quotas=equal.int().contiguous(), starts=starts, positions=positions)
+            self._run(self.kernels.FILL.value, quotas=equal.int().contiguous(), starts=starts, positions=positions)
         return positions
 
     def _raise_cuts(self, limit: int) -> None:
@@ -240,7 +240,7 @@ class _Selection:
         digits = torch.full(self.cuts.shape, -128, dtype=torch.int32, device=self.k.device)
         for shift in (24, 16, 8, 0):
             ranks = torch.zeros(*self.cuts.shape, 256, dtype=torch.int32, device=self.k.device)
-            self._run(self.kernels.RANK, ranks=ranks, digits=digits, shift=shift)
+            self._run(self.kernels.RANK.value, ranks=ranks, digits=digits, shift=shift)
             from_here = ranks.long().flip(-1).cumsum(-1).flip(-1)
             if shift == 24:
                 more = from_here[..., 0] > limit

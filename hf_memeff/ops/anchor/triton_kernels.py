@@ -14,11 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
-TILE_FIELDS = 7
+TILE_FIELDS = tl.constexpr(7)
 """Columns of the table of tiles, int64: row of the batch, row of q of the first position, first and last position + 1,
 first key of the sequence in k, first and last candidate + 1 (0 and 0 where every key is seen)."""
 
-COUNT, FILL, RANK = 0, 1, 2
+COUNT, FILL, RANK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """What `stripe_kernel` does with the keys that are kept: count them, list them, count them by eight bits of margin."""
 
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -78,7 +78,7 @@ _SHARED_BYTES = 96 * 1024
 @triton.jit
 def _read_tile(tiles, tile):
     """A row of the table of tiles; positions as int32, what offsets are made from as int64."""
-    at = tiles + tile * 7
+    at = tiles + tile * TILE_FIELDS
     batch = tl.load(at)
     query_row = tl.load(at + 1)
     start = tl.load(at + 2).to(tl.int32)
@@ -244,11 +244,11 @@ def stripe_kernel(
     slot = row * chunks + chunk
     quota = tl.zeros([HEADS], tl.int32)
     list_start = tl.full([HEADS], -1, tl.int64)
-    if mode == 1:
+    if mode == FILL:
         quota = tl.load(quotas + slot, mask=here, other=0)
         list_start = tl.load(starts + slot, mask=here, other=-1)
     digit = tl.zeros([HEADS], tl.int32)
-    if mode == 2:
+    if mode == RANK:
         digit = tl.load(digits + row, mask=here, other=0)
 
     index = tl.arange(0, HEADS * POOLED)
@@ -266,7 +266,7 @@ def stripe_kernel(
             valid = (pooled < pools) & (pooled_member < group)
             at = (tile * blocks + pooled).to(tl.int64) * heads + key_head * group + pooled_member
             scores = tl.zeros([HEADS * POOLED, KEYS], tl.float32)
-            for part in tl.static_range(PARTS - 1, -1, -1):
+            for part in tl.range(0, PARTS, num_stages=1):  # a loop: three parts at once are more than registers hold
                 queries = _load_rows(means, at * PARTS + part, D, valid, D, BLOCK_D)
                 scores = tl.dot(queries, keys, scores, input_precision="tf32x3")
             anchor = tl.load(anchors + at, mask=valid, other=float("inf"))
@@ -275,14 +275,14 @@ def stripe_kernel(
         there = (key < end)[None, :] & here[:, None]
         is_above = ((margin > cut[:, None]) & there).to(tl.int32)
         is_equal = ((margin == cut[:, None]) & there).to(tl.int32)
-        if mode == 1:
+        if mode == FILL:
             nth_equal = equal[:, None] + tl.cumsum(is_equal, 1)
             taken = is_above | (is_equal & (nth_equal <= quota[:, None]).to(tl.int32))
             nth = listed[:, None] + tl.cumsum(taken, 1) - 1
             at = list_start[:, None] + nth
             tl.store(positions + at, key[None, :] + nth * 0, mask=(taken != 0) & (list_start >= 0)[:, None])
             listed += tl.sum(taken, 1)
-        if mode == 2:
+        if mode == RANK:
             # floats in the order of integers: the bits below the sign are turned over where it is negative
             bits = margin.to(tl.int32, bitcast=True)
             bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -293,10 +293,10 @@ def stripe_kernel(
             ranked += tl.histogram(tl.reshape(tl.where(counted, place, 0), [HEADS * KEYS]), HEADS * 256, mask=flat)
         above += tl.sum(is_above, 1)
         equal += tl.sum(is_equal, 1)
-    if mode == 0:
+    if mode == COUNT:
         tl.store(counts + slot * 2, above, mask=here)
         tl.store(counts + slot * 2 + 1, equal, mask=here)
-    if mode == 2:
+    if mode == RANK:
         place = tl.arange(0, HEADS * 256)
         first_row = tile.to(tl.int64) * heads + key_head * group + (tl.program_id(1) % parts) * HEADS
         tl.atomic_add(ranks + first_row * 256 + place, ranked, mask=ranked != 0, sem="relaxed")
