@@ -10,9 +10,10 @@ callbacks work with any adapter:
 from typing import TYPE_CHECKING, Any
 
 from hf_memeff.compat import PACKAGE_VERSION as __version__
-from hf_memeff.compat import require_peft
+from hf_memeff.compat import require_peft, warn_of_unsafe_transformers
 
 require_peft()
+warn_of_unsafe_transformers()
 
 from hf_memeff.integrations.attention import (  # noqa: E402
     AnchorAttentionConfig,

@@ -91,3 +91,13 @@ def test_an_old_peft_is_refused_with_a_readable_error(monkeypatch):
     monkeypatch.setattr(compat, "version", lambda name: "0.19.1")
     with pytest.raises(ImportError, match=r"got PEFT 0\.19\.1, expected 0\.20 or newer\. Fix: pip install"):
         compat.require_peft()
+
+
+def test_c76_a_transformers_that_runs_code_named_in_a_config_is_warned_of(monkeypatch, recwarn):
+    compat.warn_of_unsafe_transformers()
+    monkeypatch.setattr(compat, "version", lambda name: "5.3.0")
+    compat.warn_of_unsafe_transformers()
+    assert not recwarn
+    monkeypatch.setattr(compat, "version", lambda name: "5.2.1")
+    with pytest.warns(UserWarning, match=r"got transformers 5\.2\.1, expected 5\.3 or newer.*Fix: pip install"):
+        compat.warn_of_unsafe_transformers()
