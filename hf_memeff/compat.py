@@ -54,8 +54,8 @@ def warn_of_unsafe_transformers() -> None:
     if got is not None and got < SAFE_TRANSFORMERS:
         expected = ".".join(map(str, SAFE_TRANSFORMERS))
         warnings.warn(
-            f"hf_memeff got transformers {'.'.join(map(str, got))}, expected {expected} or newer: older ones run code of "
-            "a Hub repository that a downloaded config.json names as its attention function, without asking. "
+            f"hf_memeff got transformers {'.'.join(map(str, got))}, expected {expected} or newer: older ones run code "
+            "of a Hub repository that a downloaded config.json names as its attention function, without asking. "
             f"Fix: pip install -U 'transformers>={expected}'.",
             stacklevel=3,
         )
