@@ -31,7 +31,7 @@ from pathlib import Path
 from hf_memeff.blocks.store import user_cache_folder
 
 from .excepted import LEFT_OUT
-from .outcomes import Comparison, Outcome, compare, read_outcomes, required_tests
+from .outcomes import Comparison, Outcome, compare, passed_tests, read_outcomes, required_tests
 from .report import details, table, write_counts
 from .source import REPLACED, copy_tests, files_about_lora, find_sdist
 from .stand_ins import lay_out
@@ -68,7 +68,9 @@ class Runs:
         return read_outcomes(self.record(method, file))
 
     def run(self, method: str, file: str) -> str:
-        """Run the tests of a file that are not in the record yet: all for LoRA, what LoRA passes for a method.
+        """Run the tests of a file that no earlier run is done with: all for LoRA, what LoRA passes for a method.
+
+        A file that was run to its end for LoRA is done with; for a method, the tests that passed are.
 
         Returns:
             What went wrong with the run as a whole; empty if nothing did.
@@ -77,11 +79,12 @@ class Runs:
         record.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "pytest", "-p", "peft_suite.plugin", "-p", "no:cacheprovider", "-q"]
         command += ["-W", "ignore", "--tb=short", "--suite-config", CONFIGS[method], "--suite-record", str(record)]
-        if method != "lora" and file in LEFT_OUT:
+        end = record.with_suffix(".end")
+        if end.exists() if method == "lora" else file in LEFT_OUT:
             return ""
         if method != "lora":
             wanted = required_tests(self.outcomes("lora", file))
-            if set(wanted) <= read_outcomes(record).keys():
+            if set(wanted) <= passed_tests(self.outcomes(method, file)):
                 return ""
             path = record.with_suffix(".wanted.json")
             path.write_text(json.dumps(wanted), encoding="utf-8")
@@ -98,7 +101,15 @@ class Runs:
                 stderr=subprocess.STDOUT,
                 check=False,
             ).returncode
-        return "" if code in (0, 1, 5) else f"{file} for {method}: pytest ended with {code}, see {log}"
+        if code not in (0, 1, 5):
+            return f"{file} for {method}: pytest ended with {code}, see {log}"
+        end.touch()
+        return ""
+
+    def forget(self, method: str, file: str) -> None:
+        """Remove what an earlier run left."""
+        for suffix in (".jsonl", ".end"):
+            self.record(method, file).with_suffix(suffix).unlink(missing_ok=True)
 
     def _environment(self) -> dict[str, str]:
         ours = str(Path(__file__).parents[1])
@@ -128,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cache", type=Path, help="folder for downloads, copies, stand-ins and outcomes")
     parser.add_argument("--files", nargs="+", metavar="FILE", help="test files, such as test_config.py; default: all")
     parser.add_argument("-k", dest="expression", default="", help="choose tests, as pytest's -k does")
-    parser.add_argument("--resume", action="store_true", help="keep the outcomes of an earlier run")
+    parser.add_argument("--resume", action="store_true", help="run only what an earlier run did not finish or pass")
     parser.add_argument("--jobs", type=int, default=1, help="test files to run at the same time (default: 1)")
     parser.add_argument("--output", type=Path, help="JSON file for the counts")
     options = parser.parse_args(arguments)
@@ -146,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.resume:
         for method in ("lora", *options.methods):
             for file in files:
-                runs.record(method, file).unlink(missing_ok=True)
+                runs.forget(method, file)
 
     for method in ("lora", *options.methods):
         with ThreadPoolExecutor(options.jobs) as pool:

@@ -70,7 +70,9 @@ class Comparison:
 
 
 def read_outcomes(path: Path) -> dict[str, Outcome]:
-    """Outcomes by test id, from a record. A file that is not there holds none; a line that was cut short is left out.
+    """Outcomes by test id, from a record, the last of each test.
+
+    A file that is not there holds none; a line that was cut short is left out.
 
     Args:
         path: file with one JSON object a line, as `add_outcome` writes it.
@@ -90,6 +92,11 @@ def add_outcome(path: Path, test: str, outcome: Outcome) -> None:
     """Add one test's outcome to a record."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"test": test, **asdict(outcome)}) + "\n")
+
+
+def passed_tests(outcomes: Mapping[str, Outcome]) -> set[str]:
+    """The tests that passed."""
+    return {name for name, test in outcomes.items() if test.outcome == "passed"}
 
 
 def required(test: Outcome) -> bool:

@@ -17,7 +17,7 @@ import torch
 
 import hf_memeff
 
-from .outcomes import Outcome, add_outcome, read_outcomes
+from .outcomes import Outcome, add_outcome, passed_tests, read_outcomes
 from .source import REPLACED
 
 
@@ -33,7 +33,7 @@ class Recorder:
 
     Args:
         config: the class that stands for LoraConfig.
-        path: file of the record; tests that are in it already don't run again.
+        path: file of the record; tests that passed in it don't run again.
         wanted: ids of the tests to run; None for all.
     """
 
@@ -41,7 +41,7 @@ class Recorder:
         self.config = config
         self.path = path
         self.wanted = wanted
-        self.done = set(read_outcomes(path))
+        self.done = passed_tests(read_outcomes(path))
         self.used = False
         self.reports: list[pytest.TestReport] = []
         self._watch()
@@ -79,7 +79,7 @@ class Recorder:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Keep the tests that are wanted, may use the class and did not run yet."""
+        """Keep the tests that are wanted, may use the class and did not pass yet."""
         kept, dropped = [], []
         for item in items:
             wanted = self.wanted is None or self.name(item) in self.wanted

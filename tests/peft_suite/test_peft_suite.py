@@ -176,7 +176,7 @@ def test_good():
     model()
 
 def test_stock_only():
-    assert type(model().base_model).__name__ == "LoraModel"
+    assert type(model().base_model).__module__.startswith("peft.")
 
 @CLASSES
 def test_classes(config_cls):
@@ -203,7 +203,7 @@ def test_a_small_suite_from_end_to_end(tmp_path, monkeypatch, capsys):
     assert command.main(arguments) == 1
     text = capsys.readouterr().out
     assert "mesp: passes 2 of 3 tests" in text and "sage: passes 2 of 3 tests" in text
-    assert "FAILED tests/test_mini.py::test_stock_only: failed: AssertionError: assert 'MespModel'" in text
+    assert "FAILED tests/test_mini.py::test_stock_only: failed: AssertionError" in text
     results = read_results(SuiteResult, tmp_path / "out.json")
     assert [(r.method, r.required, r.passed, r.lora_failed, r.lora_skipped) for r in results] == [
         ("mesp", 3, 2, 1, 1),
@@ -215,10 +215,11 @@ def test_a_small_suite_from_end_to_end(tmp_path, monkeypatch, capsys):
     ids = {json.loads(line)["test"] for record in records for line in record.read_text().splitlines()}
     assert "tests/test_mini.py::test_classes[LoraConfig]" in ids
     assert not any("IA3" in name for name in ids)
-    before = [record.stat().st_mtime_ns for record in records]
-    assert command.main([*arguments, "--resume"]) == 1
-    assert [record.stat().st_mtime_ns for record in records] == before, "nothing ran again"
-    assert command.main([*arguments, "-k", "good"]) == 0
+    before = {record.parent.name: record.read_text().count("\n") for record in records}
+    assert command.main([*arguments, "--resume", "--methods", "sage"]) == 1
+    after = {record.parent.name: record.read_text().count("\n") for record in records}
+    assert after == before | {"sage": before["sage"] + 1}, "only the failure runs again"
+    assert command.main([*arguments, "--methods", "mesp", "-k", "good"]) == 0
 
 
 @pytest.mark.slow
