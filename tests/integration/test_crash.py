@@ -62,5 +62,6 @@ def test_c42_a_full_disk_leaves_the_earlier_checkpoint_and_is_named(tmp_path, cr
     assert re.search(expected, report["error"]), report["error"]
     assert (OPTIMIZER in report["files"]) == (part == OPTIMIZER)
     assert "trainer_state.json" not in report["files"]  # written last: the folder can be told from a whole one
+    assert "checkpoint-4" in report["error of the part"]  # resume_from_checkpoint=True takes the newest folder
     assert report["loaded"] == 14
     assert report["losses"] == losses(train(method, tmp_path))
