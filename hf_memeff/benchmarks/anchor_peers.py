@@ -57,9 +57,11 @@ def vertical_slash_sums(q: Tensor, k: Tensor, scale: float, last: int) -> tuple[
 
 
 def lines(vertical: Tensor, slash: Tensor, rows: Tensor) -> Tensor:
-    """(R, N) bool: keys on a chosen vertical (N,) or at a chosen distance (N,)."""
-    distance = (rows[:, None] - torch.arange(len(vertical))).clamp_(min=0)
-    return slash[distance] | vertical
+    """(R, N) bool: keys on a chosen vertical (N,) or at a chosen distance (N,), up to each row's own."""
+    keys = len(vertical)
+    # a row's keys are a stretch of the distances in reverse: no list of R * N indices
+    backwards = torch.cat([slash.flip(0), slash.new_zeros(keys)]).unfold(0, keys, 1)
+    return backwards[keys - 1 - rows] | vertical
 
 
 def vertical_slash(vertical: Tensor, slash: Tensor, rows: Tensor, count: int, slash_ratio: float) -> Tensor:
