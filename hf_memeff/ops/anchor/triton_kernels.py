@@ -36,12 +36,17 @@ def parts(dtype: torch.dtype) -> int:
 
 def stripe_shape(size: int, group: int, dtype: torch.dtype) -> dict[str, int]:
     """How `stripe_kernel` is launched: heads of a group that share what is read, averaged rows of each (those of a
-    superblock of the paper), keys, warps and stages.
+    superblock of the paper), keys, and what the compiler is told.
 
     It is not tuned, as all its passes have to be the same; the averaged rows of four heads are what registers hold.
     """
-    heads = min(4, padded(group, 1)) if dtype != torch.float32 and size <= 128 else 1
-    return {"HEADS": heads, "POOLED": 16, "KEYS": 32, "num_warps": 2 if heads == 1 else 4, "num_stages": 2}
+    half = dtype != torch.float32
+    heads = min(4, padded(group, 1)) if half and size <= 128 else 1
+    shape = {"HEADS": heads, "POOLED": 16, "KEYS": 32, "num_warps": 2 if heads == 1 else 4, "num_stages": 2}
+    if half and heads < 4 and size <= 128:
+        # without a limit of its own ptxas spills some bytes to fit one more block on a multiprocessor
+        shape["maxnreg"] = 168
+    return shape
 
 
 def _configs(*choices: tuple[int, int, int, int]) -> list[triton.Config]:

@@ -82,7 +82,7 @@ def tuned(kernel: Any, dtype: str, size: int) -> list[tuple[dict[str, Any], dict
 def shaped(dtype: str, size: int, group: int) -> tuple[dict[str, Any], dict[str, int]]:
     """Constants and options of the stripe kernel."""
     shape = triton_kernels.stripe_shape(size, group, DTYPES[dtype])
-    options = {name: shape.pop(name) for name in ("num_warps", "num_stages")}
+    options = {name: shape.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in shape}
     shape.update({"group": 1} if group == 1 else {})
     parts = triton_kernels.parts(DTYPES[dtype])
     return {"D": size, "BLOCK_D": size, "PARTS": parts, "CHUNK": CHUNK, **shape}, options
