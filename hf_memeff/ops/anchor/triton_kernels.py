@@ -142,8 +142,9 @@ def anchor_kernel(
 ):
     """Mean of q and of the largest logit over init and local keys, for each block of rows of the tiles with candidates.
 
-    Grid (tiles * blocks, H). q (B, H, Nq, D) and k (B, Hkv, Nk, D) by their strides; means (tiles, blocks, H, D) and
-    anchors (tiles, blocks, H), float32. Blocks behind a tile's last are left as they are.
+    Grid (tiles * blocks, H). q (B, H, Nq, D) and k (B, Hkv, Nk, D) by their strides; means (tiles, blocks, H, PARTS, D)
+    in their dtype, parts that add up to the float32 mean; anchors (tiles, blocks, H), float32. Blocks behind a tile's
+    last are left as they are.
     """
     tile = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
@@ -221,7 +222,7 @@ def stripe_kernel(
     machine code, so that what is counted is what is listed.
 
     Grid (tiles * chunks, Hkv * ceil(G / HEADS)). Tensors, with a row for each tile and query head:
-        k (B, Hkv, Nk, D) by its strides; means (tiles, blocks, H, D) and anchors (tiles, blocks, H), float32.
+        k (B, Hkv, Nk, D) by its strides; means and anchors as `anchor_kernel` wrote them.
         cuts (rows), float32.
         quotas (rows, chunks), int32: how many keys at the cut a chunk keeps. Read to fill.
         starts (rows, chunks), int64: where a chunk's list begins, -1 for one that nobody needs. Read to fill.
