@@ -31,18 +31,18 @@ PARTS = ("op", "prefill", "peers", "needle")
 _DESCRIPTION = """\
 Measure AnchorAttention on SmolLM2-135M with real weights and real text, against torch's own attention:
   op       one layer at a time at 2048 to 32768 tokens (beyond 8192 with stretched positions): paired time, density,
-           recall and output error, with thresholds calibrated on other text and with the default; about an hour on
-           one core up to 8192 tokens, two more at 16384 and four more at 32768
-  prefill  the whole model at 8192 tokens, time and next-token loss on the same texts; ten minutes
-  peers    how many keys other methods' selection rules need for the same recall at 8192 tokens; half an hour
+           recall and output error, with thresholds calibrated on other text and with the default; half an hour on
+           one idle core up to 8192 tokens, half an hour more at 16384 and an hour more at 32768
+  prefill  the whole model at 8192 tokens, time and next-token loss on the same texts; seven minutes
+  peers    how many keys other methods' selection rules need for the same recall at 8192 tokens; a quarter of an hour
   needle   facts hidden in 2048 to 8192 tokens, asked for in their own and in other words; a quarter of an hour
 The first part that needs them also calibrates thresholds, four minutes a calibration. Every result is a file of its own
 as soon as it is there. Run the same command again to go on: what is there is not measured again.
 """
 _EXAMPLES = """\
 examples:
-  hf-memeff bench anchor                                             everything; most of a day on one core
-  hf-memeff bench anchor --only op --lengths 8192 --layers 2 15 28   three layers, half an hour
+  hf-memeff bench anchor                                             everything; three hours on one core
+  hf-memeff bench anchor --only op --lengths 8192 --layers 2 15 28   three layers, ten minutes
   hf-memeff bench anchor --only prefill needle --data FOLDER         on the *.txt files of a folder
   hf-memeff bench anchor --only peers --layers 15
 """
