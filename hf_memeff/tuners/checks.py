@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from peft.tuners.lora import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
-from torch import nn
+from peft.utils.warning import PeftWarning
+from torch import Tensor, nn
 
 from hf_memeff.tuners.options import shorten
 
@@ -21,43 +22,55 @@ RESERVED_NAMES = frozenset(
 """Names that PEFT gives to parts of an adapted model; "__base__" means "no adapter" in a mixed batch."""
 
 
-def check_adapter_name(name: str, model: nn.Module) -> None:
+def check_adapter_name(name: str, others: Iterable[str], model: nn.Module) -> None:
     """Refuse an adapter name that can't be told apart from other parts of a parameter's key.
 
-    PEFT finds an adapter's parameters by ".name." in their keys, so that the name of a module of the base model (such
-    as "layers") would make it drop every other adapter from a saved file.
+    PEFT finds an adapter's parameters by ".name." in their keys. Where a module of the base model has that name (such
+    as "layers"), it would drop every other adapter from a saved file, so only a model's sole adapter may have it.
 
     Args:
         name: name of the adapter to be added.
+        others: names of the model's other adapters.
         model: the base model, with or without adapters.
 
     Raises:
-        ValueError: the name is empty, reserved, has a dot or slash, or names a part of the model.
+        ValueError: the name is empty, reserved, has a dot or slash, or names a parameter of the model; or there are
+            other adapters, and it or one of theirs names a module of the model.
     """
+    taken = name
     clash = None
     if not isinstance(name, str) or not name or any(character in name for character in "./\\"):
         clash = "a name without '.', '/' and '\\'"
     elif name in RESERVED_NAMES or name.startswith("lora_") or hasattr(nn.ModuleDict, name) or name == "training":
         clash = "a name that PyTorch and PEFT don't use themselves"
-    elif name in set(_part_names(model)):
-        clash = "a name that no part of the base model has"
+    elif name in _parameter_names(model):
+        clash = "a name that no parameter of the base model has"
+    elif others := list(others):
+        modules = {part for part, _ in _modules(model)}
+        taken = next((one for one in (name, *others) if one in modules), name)
+        if taken in modules:
+            clash = "one that no module of the base model has, since there are several adapters"
     if clash is not None:
         raise ValueError(
-            f"got the adapter name {shorten(name)}, expected {clash}. Fix: choose another, such as 'default' or 'b'."
+            f"got the adapter name {shorten(taken)}, expected {clash}. Fix: choose another, such as 'default' or 'b'."
         )
 
 
-def _part_names(module: nn.Module) -> Iterator[str]:
-    """Names of the base model's modules and parameters, each without its path; adapters are left out."""
-    if isinstance(module, BaseTunerLayer):
-        module = module.get_base_layer()
-    elif isinstance(module, AuxiliaryTrainingWrapper):
-        module = module.original_module
-    for name, _ in module.named_parameters(recurse=False):
-        yield name
+def _parameter_names(model: nn.Module) -> set[str]:
+    """Names of the base model's parameters, each without its path; adapters are left out."""
+    modules = [model, *(module for _, module in _modules(model))]
+    return {name for module in modules for name, _ in module.named_parameters(recurse=False)}
+
+
+def _modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The base model's modules, each with its name without path; adapters are left out."""
     for name, child in module.named_children():
-        yield name
-        yield from _part_names(child)
+        if isinstance(child, BaseTunerLayer):
+            child = child.get_base_layer()
+        elif isinstance(child, AuxiliaryTrainingWrapper):
+            child = child.original_module
+        yield name, child
+        yield from _modules(child)
 
 
 def check_base_dtypes(model: nn.Module) -> None:
@@ -99,4 +112,24 @@ def warn_of_bare_experts(model: nn.Module, config: LoraConfig) -> None:
             f"{len(bare)} expert parameters, such as {bare[0]!r}, carry no adapter: target_modules finds modules only. "
             f"To train them, name them in target_parameters, such as {'.'.join(bare[0].split('.')[-2:])!r}.",
             stacklevel=2,
+        )
+
+
+def warn_of_sharded_factors(state_dict: Mapping[str, Tensor], adapter_name: str) -> None:
+    """Warn if the factors of an adapter that is about to be saved are shards, as PEFT (0.21) does for its own type.
+
+    Args:
+        state_dict: the adapter's tensors.
+        adapter_name: for the message.
+    """
+    factors = {key: tuple(value.shape) for key, value in state_dict.items() if ".lora_A" in key or ".lora_B" in key}
+    broken = {key: shape for key, shape in factors.items() if len(shape) < 2 or 0 in shape}
+    if broken:
+        key, shape = next(iter(broken.items()))
+        warnings.warn(
+            f"Adapter {adapter_name!r}: got {len(broken)} factors of shapes such as {shape} ({key}), expected "
+            "matrices. DeepSpeed ZeRO-3 / FSDP shards were not gathered, and the saved file is incomplete. Fix: save through the "
+            "trainer, or inside deepspeed.zero.GatheredParameters or FSDP's summon_full_params.",
+            PeftWarning,
+            stacklevel=6,
         )

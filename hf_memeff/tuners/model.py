@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hf_memeff.blocks.attach import attach_blocks, detach_blocks
 from hf_memeff.blocks.options import EngineOptions
 from hf_memeff.blocks.store import make_store
-from hf_memeff.tuners.checks import check_adapter_name, check_base_dtypes, warn_of_bare_experts
+from hf_memeff.tuners.checks import check_adapter_name, check_base_dtypes, warn_of_bare_experts, warn_of_sharded_factors
 from hf_memeff.tuners.layer import use_memeff_linears, use_stock_linears
 from hf_memeff.tuners.loading import adopt_loader
 from hf_memeff.tuners.merging import check_base_layers_can_merge, untied_embeddings, warn_of_tied_embeddings
@@ -50,7 +50,7 @@ class MemeffModel(LoraModel):
             RuntimeError: a block can't run structured and `strict` is set.
         """
         config = self.peft_config[adapter_name]
-        check_adapter_name(adapter_name, model)
+        check_adapter_name(adapter_name, [name for name in self.peft_config if name != adapter_name], model)
         check_base_dtypes(model)
         make_store(config.activation_store, config.activation_store_dir)  # refuses a folder that can't be used
         with _as_lora(config):
@@ -140,6 +140,15 @@ class MemeffModel(LoraModel):
                 del model.model_tags  # the class says None
             self._new_tags = ()
         return model
+
+    @classmethod
+    def _get_adapter_state_dict(
+        cls, model: nn.Module, config: Any, adapter_name: str, *args: Any, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """An adapter's tensors as `LoraModel` selects them for a file, with its warning of shards."""
+        selected = super()._get_adapter_state_dict(model, config, adapter_name, *args, **kwargs)
+        warn_of_sharded_factors(selected, adapter_name)
+        return selected
 
     @classmethod
     def _remap_adapter_state_dict_for_load(

@@ -98,7 +98,7 @@ def test_copies_train_their_own_weights(ours):
 # refusing before the model is changed
 
 COLLIDING = ("", "a.b", "a/b", "lora_", "lora_A", "base_layer", "__base__", "modules_to_save")
-COLLIDING += ("model", "layers", "0", "q_proj", "weight", "keys", "training")
+COLLIDING += ("weight", "keys", "training")
 
 
 @pytest.mark.parametrize("name", COLLIDING)
@@ -112,6 +112,29 @@ def test_adapter_names_that_collide_with_key_parts_are_refused(ours, name):
     with pytest.raises(ValueError, match="got the adapter name"):
         model.add_adapter(name, copy.copy(config))
     assert list(model.peft_config) == ["default"]
+
+
+@pytest.mark.parametrize("name", ["model", "layers", "0", "q_proj"])
+def test_a_module_s_name_is_refused_where_peft_would_drop_other_adapters_from_a_file(ours, name):
+    fields = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    model = get_peft_model(tiny_model(), ours(**fields))
+    with pytest.raises(ValueError, match=f"got the adapter name '{name}', expected one that no module"):
+        model.add_adapter(name, ours(**fields))
+    assert list(model.peft_config) == ["default"]
+    model = get_peft_model(tiny_model(), ours(**fields), adapter_name=name)
+    with pytest.raises(ValueError, match=f"got the adapter name '{name}', expected one that no module"):
+        model.add_adapter("b", ours(**fields))
+    assert list(model.peft_config) == [name]
+
+
+@pytest.mark.parametrize("name", ["model", "layers", "0", "q_proj"])
+def test_a_sole_adapter_with_a_module_s_name_saves_and_loads(ours, tmp_path, name):
+    model = adapted_model(ours, name=name)
+    fill_adapters(model)
+    before = logits_of(model)
+    model.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(tiny_model(), tmp_path / name, adapter_name=name)
+    assert torch.equal(logits_of(again), before)
 
 
 @pytest.mark.parametrize("name", ["default", "a", "b", "ref", "r", "lora", "policy_2", "x-1"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import warnings
 import weakref
 
 import pytest
@@ -13,9 +14,10 @@ from huggingface_hub import ModelCard
 from peft import LoHaConfig, LoraConfig, get_layer_status, get_peft_model, inject_adapter_in_model
 from peft.tuners import lora
 from peft.tuners.lora import config as lora_config
+from peft.utils.warning import PeftWarning
 from torch.nn.modules.module import _global_module_registration_hooks
 
-from helpers import fill_adapters, loss_and_gradients, tiny_model, token_batch
+from helpers import fill_adapters, loss_and_gradients, needs_peft_021, tiny_model, token_batch
 from hf_memeff import memeff_status
 
 MONTECLORA = {
@@ -140,3 +142,14 @@ def test_an_adapter_of_a_custom_model_is_tagged_as_lora(ours, tmp_path):
     text = (tmp_path / "README.md").read_text().strip()
     model.save_pretrained(tmp_path)
     assert (tmp_path / "README.md").read_text().strip() == text
+
+
+@needs_peft_021
+def test_saving_shards_of_an_adapter_warns(ours, tmp_path):
+    model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(3, 2)), ours(r=1, target_modules=["0"]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PeftWarning)
+        model.save_pretrained(tmp_path)
+    model.base_model.model[0].lora_A["default"].weight.data = torch.zeros(3)
+    with pytest.warns(PeftWarning, match=r"got 1 factors of shapes such as \(3,\) .*ZeRO-3 / FSDP shards"):
+        model.save_pretrained(tmp_path)
