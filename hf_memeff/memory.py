@@ -73,8 +73,9 @@ def measure_peak_memory(fn: Callable[[], Any], device: str | torch.device | None
 
     Raises:
         TypeError: `fn` is not callable.
-        RuntimeError: called within another measurement, or on the CPU while a PyTorch profiler records (profilers do
-            not nest: the outer one would silently lose its events); a CUDA device was named and there is none.
+        RuntimeError: called within another measurement, or on the CPU while a PyTorch profiler records or warms up
+            (profilers do not nest: the outer one would silently lose its events); a CUDA device was named and there is
+            none.
     """
     _require_callable(fn)
     target = _default_device() if device is None else torch.device(device)
@@ -109,10 +110,10 @@ def _default_device() -> torch.device:
 
 
 def _measure_cpu(fn: Callable[[], Any]) -> PeakMemory:
-    if autograd_profiler._is_profiler_enabled:
+    if profiler_in_use():
         raise RuntimeError(
-            "measure_peak_memory got a running PyTorch profiler, expected none (the CPU meter is a profiler itself "
-            "and they do not nest). Fix: measure outside of the profiled region."
+            "measure_peak_memory got a PyTorch profiler that records or warms up, expected none (the CPU meter is a "
+            "profiler itself and they do not nest). Fix: measure outside of the profiled region."
         )
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         result = fn()
@@ -145,6 +146,19 @@ def _measure_cuda(fn: Callable[[], Any], device: torch.device) -> PeakMemory:
     peak = torch.cuda.max_memory_allocated(index) - before
     held = torch.cuda.memory_allocated(index) - before
     return PeakMemory(peak, held, f"cuda:{index}", "cuda allocator", result, earlier_peak)
+
+
+def profiler_in_use() -> bool:
+    """Whether a PyTorch profiler records, or warms up to; they do not nest.
+
+    A scheduled profiler that warms up says so nowhere, and starting another one then kills the process (torch 2.13), so
+    it is looked for among all objects, which takes some hundredths of a second.
+    """
+    if autograd_profiler._is_profiler_enabled:
+        return True
+    profilers = [o for o in gc.get_referrers(autograd_profiler.profile) if type(o) is autograd_profiler.profile]
+    # under acc_events the results may be those of an earlier cycle
+    return any(one.entered and (one.kineto_results is None or one.acc_events) for one in profilers)
 
 
 def saved_tensor_bytes(fn: Callable[[], Any], exclude: nn.Module | Iterable[nn.Module | Tensor] = ()) -> int:

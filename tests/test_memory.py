@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.checkpoint import checkpoint
 
 from hf_memeff.memory import measure_peak_memory, saved_tensor_bytes
@@ -113,9 +113,20 @@ def test_nested_measurement_is_refused_and_the_meter_recovers():
 def test_inside_a_profiler_is_refused_and_the_profile_kept():
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         torch.ones(3).cos()
-        with pytest.raises(RuntimeError, match="running PyTorch profiler"):
+        with pytest.raises(RuntimeError, match="PyTorch profiler that records"):
             measure_peak_memory(square_and_add, device="cpu")
     assert any(event.key == "aten::cos" for event in trace.key_averages())
+
+
+def test_while_a_scheduled_profiler_warms_up_is_refused_as_well():
+    """Starting a second one there kills the process in torch 2.13."""
+    planned = schedule(wait=0, warmup=2, active=1)
+    with (
+        profile(activities=[ProfilerActivity.CPU], schedule=planned),
+        pytest.raises(RuntimeError, match="warms up"),
+    ):
+        measure_peak_memory(square_and_add, device="cpu")
+    assert measure_peak_memory(square_and_add, device="cpu").peak_bytes == 12 * MIB
 
 
 def test_an_error_of_the_call_comes_through_and_the_meter_recovers():

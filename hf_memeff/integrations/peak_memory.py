@@ -10,7 +10,8 @@ import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hf_memeff.integrations.logs import LoggingCallback, add_to_logs
-from hf_memeff.integrations.step_memory import StepMeter, StepPeaks, profiler_in_use
+from hf_memeff.integrations.step_memory import StepMeter, StepPeaks
+from hf_memeff.memory import profiler_in_use
 
 logger = logging.getLogger("hf_memeff")
 

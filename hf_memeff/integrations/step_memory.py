@@ -6,7 +6,6 @@ import gc
 from dataclasses import dataclass, field
 
 import torch
-import torch.autograd.profiler as autograd_profiler
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -111,16 +110,3 @@ class StepMeter:
         if self._trace is not None:
             self._trace.stop()
             self._trace = None
-
-
-def profiler_in_use() -> bool:
-    """Whether a PyTorch profiler records, or warms up to; they do not nest.
-
-    A scheduled profiler that warms up says so nowhere, and starting another one then kills the process (torch 2.13), so
-    it is looked for among all objects, which takes some hundredths of a second.
-    """
-    if autograd_profiler._is_profiler_enabled:
-        return True
-    profilers = [o for o in gc.get_referrers(autograd_profiler.profile) if type(o) is autograd_profiler.profile]
-    # under acc_events the results may be those of an earlier cycle
-    return any(one.entered and (one.kineto_results is None or one.acc_events) for one in profilers)

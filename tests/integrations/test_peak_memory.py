@@ -14,6 +14,7 @@ from helpers import tiny_model
 from hf_memeff import MespCallback, MespConfig, PeakMemoryCallback, SageConfig, measure_peak_memory
 from hf_memeff.integrations import peak_memory, step_memory
 from hf_memeff.integrations.step_memory import StepPeaks
+from hf_memeff.memory import profiler_in_use
 from integration._training import LORA, sft
 from integrations._training import assert_same, logged, trained, trainer_for
 
@@ -190,7 +191,7 @@ def test_an_error_in_a_measured_step_leaves_no_profiler_behind(tmp_path):
     trainer.remove_callback(broken)
     trainer.train()
     assert [step.peaks is not None for step in callback.steps] == [True] * 2
-    assert not step_memory.profiler_in_use()
+    assert not profiler_in_use()
 
 
 @pytest.mark.parametrize(("device", "n_gpu", "reason"), [("mps", 0, "no meter for mps"), ("cuda", 2, "DataParallel")])
