@@ -128,8 +128,8 @@ def warn_of_sharded_factors(state_dict: Mapping[str, Tensor], adapter_name: str)
         key, shape = next(iter(broken.items()))
         warnings.warn(
             f"Adapter {adapter_name!r}: got {len(broken)} factors of shapes such as {shape} ({key}), expected "
-            "matrices. DeepSpeed ZeRO-3 / FSDP shards were not gathered, and the saved file is incomplete. Fix: save through the "
-            "trainer, or inside deepspeed.zero.GatheredParameters or FSDP's summon_full_params.",
+            "matrices. DeepSpeed ZeRO-3 / FSDP shards were not gathered, so the saved file is incomplete. Fix: save "
+            "through the trainer, or inside deepspeed.zero.GatheredParameters or FSDP's summon_full_params.",
             PeftWarning,
             stacklevel=6,
         )
