@@ -22,9 +22,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -85,6 +86,7 @@ class Runs:
         if method != "lora":
             wanted = required_tests(self.outcomes("lora", file))
             if set(wanted) <= passed_tests(self.outcomes(method, file)):
+                end.touch()
                 return ""
             path = record.with_suffix(".wanted.json")
             path.write_text(json.dumps(wanted), encoding="utf-8")
@@ -106,6 +108,15 @@ class Runs:
         end.touch()
         return ""
 
+    def finished_files(self, methods: Sequence[str]) -> list[str]:
+        """Test files that earlier runs brought to their end, for every method that runs them."""
+        ended = [
+            {path.stem for path in self.record(method, "x").parent.glob("*.end")}
+            | (set() if method == "lora" else set(LEFT_OUT))
+            for method in methods
+        ]
+        return sorted(set.intersection(*ended))
+
     def forget(self, method: str, file: str) -> None:
         """Remove what an earlier run left."""
         for suffix in (".jsonl", ".end"):
@@ -124,6 +135,28 @@ class Runs:
         }
 
 
+def run_all(runs: Runs, methods: Sequence[str], files: Sequence[str], resume: bool, jobs: int) -> Iterator[str]:
+    """Run test files for LoRA, then for the methods.
+
+    Args:
+        runs: where.
+        methods: "lora", then others.
+        files: names of test files.
+        resume: whether to keep what an earlier run left.
+        jobs: files to run at the same time.
+
+    Yields:
+        What went wrong with a file's run as a whole.
+    """
+    if not resume:
+        for method in methods:
+            for file in files:
+                runs.forget(method, file)
+    for method in methods:
+        with ThreadPoolExecutor(jobs) as pool:
+            yield from filter(None, pool.map(partial(runs.run, method), files))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, compare and print.
 
@@ -140,6 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--files", nargs="+", metavar="FILE", help="test files, such as test_config.py; default: all")
     parser.add_argument("-k", dest="expression", default="", help="choose tests, as pytest's -k does")
     parser.add_argument("--resume", action="store_true", help="run only what an earlier run did not finish or pass")
+    parser.add_argument("--report", action="store_true", help="run nothing, report what earlier runs finished")
     parser.add_argument("--jobs", type=int, default=1, help="test files to run at the same time (default: 1)")
     parser.add_argument("--output", type=Path, help="JSON file for the counts")
     options = parser.parse_args(arguments)
@@ -149,21 +183,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("got no home directory for the cache, expected a folder. Fix: --cache DIR")
     cache = cache.resolve() if options.cache else cache / "peft_suite"
     runs = Runs(cache, version("peft"), options.expression)
-    sdist = options.sdist or find_sdist(runs.version, cache)
-    lay_out(cache / "hub")
-    for method in ("lora", *options.methods):
-        tests = copy_tests(sdist, runs.folder(method), None if method == "lora" else CONFIGS[method])
-    files = options.files or files_about_lora(tests)
-    if not options.resume:
-        for method in ("lora", *options.methods):
-            for file in files:
-                runs.forget(method, file)
-
-    for method in ("lora", *options.methods):
-        with ThreadPoolExecutor(options.jobs) as pool:
-            for problem in pool.map(lambda file, method=method: runs.run(method, file), files):
-                if problem:
-                    print(problem, file=sys.stderr)
+    methods = ("lora", *options.methods)
+    if options.report:
+        files = options.files or runs.finished_files(methods)
+    else:
+        sdist = options.sdist or find_sdist(runs.version, cache)
+        lay_out(cache / "hub")
+        for method in methods:
+            tests = copy_tests(sdist, runs.folder(method), None if method == "lora" else CONFIGS[method])
+        files = options.files or files_about_lora(tests)
+        for problem in run_all(runs, methods, files, options.resume, options.jobs):
+            print(problem, file=sys.stderr)
+    if not files:
+        parser.error("got no test files, expected some. Fix: run without --report")
     lora = {file: runs.outcomes("lora", file) for file in files}
     compared: dict[str, dict[str, Comparison]] = {
         method: {
@@ -175,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(details(lora, compared))
     if options.output is not None:
         write_counts(options.output, lora, compared)
-    totals = [Comparison.total(by_file.values()) for by_file in compared.values()]
+    totals = [Comparison.total(method, by_file.values()) for method, by_file in compared.items()]
     return 0 if all(total.required and total.holds for total in totals) else 1
 
 

@@ -56,11 +56,11 @@ class Comparison:
         return not self.failed and len(self.excepted) <= MOST_EXCEPTED
 
     @staticmethod
-    def total(parts: Iterable[Comparison]) -> Comparison:
+    def total(method: str, parts: Iterable[Comparison]) -> Comparison:
         """The comparison over several files' tests."""
         parts = list(parts)
         return Comparison(
-            parts[0].method,
+            method,
             sum(part.required for part in parts),
             sum(part.passed for part in parts),
             tuple(test for part in parts for test in part.unused),

@@ -26,7 +26,7 @@ def table(lora: Outcomes, compared: Compared) -> str:
     for name in names:
         own = ("left out" if name in LEFT_OUT else _cell(by_file[name]) for by_file in compared.values())
         lines.append((name, *_counts(lora[name].values()), *own))
-    own = (_cell(Comparison.total(by_file.values())) for by_file in compared.values())
+    own = (_cell(Comparison.total(method, by_file.values())) for method, by_file in compared.items())
     lines.append(("total", *_counts(test for name in names for test in lora[name].values()), *own))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
@@ -59,7 +59,7 @@ def details(lora: Outcomes, compared: Compared) -> str:
     """What is left out, the excepted tests with their reasons, and the failures."""
     lines = [f"\nleft out {text}" for text in left_out(lora)]
     for method, by_file in compared.items():
-        total = Comparison.total(by_file.values())
+        total = Comparison.total(method, by_file.values())
         lines.append(
             f"\n{method}: passes {total.passed} of {total.required} tests that pass for LoRA and use LoraConfig; "
             f"{len(total.excepted)} excepted (at most {MOST_EXCEPTED}), {len(total.failed)} failed; "
@@ -90,7 +90,7 @@ def write_counts(path: Path, lora: Outcomes, compared: Compared) -> None:
     counts = Counter(test.outcome for tests in lora.values() for test in tests.values())
     results = []
     for method, by_file in compared.items():
-        total = Comparison.total(by_file.values())
+        total = Comparison.total(method, by_file.values())
         results.append(
             SuiteResult(
                 method,

@@ -146,7 +146,7 @@ def test_only_what_passes_for_both_and_uses_the_config_counts(monkeypatch):
 def test_more_than_ten_excepted_tests_are_too_many(excepted, holds):
     one = Comparison("mesp", 1, 1, (), {}, {})
     many = Comparison("mesp", excepted, 0, (), {str(index): "reason" for index in range(excepted)}, {})
-    assert Comparison.total([one, many]).holds == holds
+    assert Comparison.total("mesp", [one, many]).holds == holds
 
 
 def test_a_record_that_was_cut_short_keeps_its_whole_lines(tmp_path):
@@ -219,6 +219,8 @@ def test_a_small_suite_from_end_to_end(tmp_path, monkeypatch, capsys):
     assert command.main([*arguments, "--resume", "--methods", "sage"]) == 1
     after = {record.parent.name: record.read_text().count("\n") for record in records}
     assert after == before | {"sage": before["sage"] + 1}, "only the failure runs again"
+    assert command.main([*arguments, "--report"]) == 1
+    assert "sage: passes 2 of 3 tests" in capsys.readouterr().out
     assert command.main([*arguments, "--methods", "mesp", "-k", "good"]) == 0
 
 
@@ -238,13 +240,14 @@ def test_stand_ins_load_from_the_hub_s_cache_under_the_hub_s_names(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_part_of_peft_s_own_tests(tmp_path, capsys):
-    """Saving, loading, merging, disabling, several adapters and dtypes on the first four custom models."""
+    """Saving, loading, merging, disabling, several adapters and dtypes on the small MLP, with all settings but DoRA."""
     try:
         find_sdist(command.version("peft"), tmp_path)
     except FileNotFoundError as error:
         pytest.skip(str(error))
-    part = "TestPeftCustomModel and Vanilla and MLP and (1 or 2 or 3 or 4) and LoRA and not DoRA"
+    part = "TestPeftCustomModel and Vanilla and LoRA and not DoRA"
+    part += " and (save or load or merge or disable or multiple or dtype)"
     code = command.main(["--cache", str(tmp_path), "--files", "test_custom_models.py", "-k", part])
     text = capsys.readouterr().out
     assert code == 0, text
-    assert int(text.split("passes ")[1].split()[0]) > 100, text
+    assert int(text.split("passes ")[1].split()[0]) > 400, text
