@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionMaskInterface
+from transformers import AttentionMaskInterface, PreTrainedModel
+
+logger = logging.getLogger("hf_memeff")
 
 _MADE_HERE = "_hf_memeff_anchor"
 _CHECKED_ELEMENTS = 2**22  # of a mask that is compared with a guess, at a time
@@ -21,6 +25,34 @@ def made_here(mask: Tensor) -> bool:
 def is_traced(device: torch.device | str = "cpu") -> bool:
     """Whether a program is being recorded, in which a choice made now would be frozen, or tensors have no values."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.device(device).type == "meta"
+
+
+def _has_config(kind: type, config_class: type) -> bool:
+    return getattr(kind, "config_class", None) is config_class
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    for child in kind.__subclasses__():
+        yield child
+        yield from _subclasses(child)
+
+
+@cache
+def _calls_functions(config_class: type) -> bool:
+    """Whether models of a config call transformers' attention functions, which alone know what `anchor_mask` means.
+
+    ``set_attn_implementation`` asks the same of a model and refuses; ``from_pretrained`` does not ask.
+    """
+    models = [kind for kind in _subclasses(PreTrainedModel) if _has_config(kind, config_class)]
+    # a user's subclass, which may have no source to look at, says nothing about attention: its family's base class does
+    models = [kind for kind in models if not any(_has_config(base, config_class) for base in kind.__mro__[1:])]
+    found = all(getattr(kind, "_can_set_attn_implementation", lambda: True)() for kind in models)
+    if not found:
+        logger.warning(
+            '%s has attention of its own, which attn_implementation="anchor" cannot replace: it stays dense.',
+            models[0].__name__,
+        )
+    return found
 
 
 def _causal(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
@@ -61,7 +93,8 @@ def anchor_mask(
     Returns:
         ``None`` for plain causal rows that have no keys but their own; (B, K) for causal rows with padding, with
         earlier keys or of packed sequences, in which 0 is padding, other numbers are sequences, and K ends with the
-        last query (a static cache is longer); else transformers' own (B, 1, Nq, Nk).
+        last query (a static cache is longer); else transformers' own (B, 1, Nq, Nk), bool. A model with attention of
+        its own gets eager's, which is added to the scores.
     """
     whole = {
         "batch_size": batch_size,
@@ -80,6 +113,8 @@ def anchor_mask(
     else:
         rows, q_offset = cache_position.shape[0], cache_position[0]
         whole["cache_position"] = cache_position
+    if config is not None and not _calls_functions(type(config)):
+        return AttentionMaskInterface()["eager"](**whole)
     device = kwargs.get("device") or (cache_position.device if cache_position is not None else "cpu")
     if is_traced(device) or rows == 1:
         return _whole_mask(whole)

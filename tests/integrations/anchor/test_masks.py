@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import masking_utils
+from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, LlamaForCausalLM, masking_utils
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -21,6 +21,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from hf_memeff.integrations.anchor import masks
 from hf_memeff.integrations.anchor.masks import anchor_mask, made_here
 from hf_memeff.ops.anchor.layout import layout_mask
 
@@ -169,3 +170,28 @@ def test_positions_in_place_of_lengths_as_older_transformers_pass_them(offset: i
     real = torch.ones(2, offset + 20, dtype=torch.bool)
     real[0, :3] = False
     assert torch.equal(anchor_mask(**arguments, cache_position=positions, attention_mask=real), real)
+
+
+def test_a_family_with_attention_of_its_own_gets_eagers_mask_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    # from_config and from_pretrained take any registered name, also for models that never call its function
+    sizes = {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}
+    anchor = AutoModelForCausalLM.from_config(BloomConfig(**sizes), attn_implementation="anchor").eval()
+    eager = AutoModelForCausalLM.from_config(BloomConfig(**sizes), attn_implementation="eager").eval()
+    eager.load_state_dict(anchor.state_dict())
+    ids, real = torch.randint(3, 64, (2, LENGTH)), padding("left").int()
+    masks._calls_functions.cache_clear()
+    for mask in (None, real):
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        with torch.no_grad():
+            torch.testing.assert_close(anchor(**inputs).logits, eager(**inputs).logits, rtol=0, atol=0)
+    assert [record.getMessage() for record in caplog.records].count(
+        'BloomPreTrainedModel has attention of its own, which attn_implementation="anchor" cannot replace: it stays '
+        "dense."
+    ) == 1
+
+
+def test_a_users_subclass_is_judged_by_its_family() -> None:
+    source = type("Own", (LlamaForCausalLM,), {"__module__": "a_notebook"})  # a module without source
+    assert source.config_class is LlamaConfig
+    masks._calls_functions.cache_clear()
+    assert ask(config=LlamaConfig()) is None
