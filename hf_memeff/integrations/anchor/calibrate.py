@@ -34,14 +34,12 @@ def calibrate_anchor(model: nn.Module, input_ids: Tensor, target_recall: float =
         default or half of it, whichever has fewer scores to compute on this text.
 
     Raises:
-        ValueError: a target out of range, or a text too short for a layer to have candidates.
+        ValueError: a target out of range, not a batch of token ids, or a text too short for a layer to have candidates.
     """
     if isinstance(target_recall, bool) or not isinstance(target_recall, (int, float)) or not 0 < target_recall <= 1:
         raise ValueError(
             f"calibrate_anchor got target_recall={target_recall!r}, expected a share above 0 and up to 1, such as 0.95."
         )
-    if input_ids.ndim != 2:
-        raise ValueError(f"calibrate_anchor got input_ids {tuple(input_ids.shape)}, expected (batch, tokens).")
     base = next((state.config for _, _, state in layer_states(model)), AnchorAttentionConfig())
     # where nobody chose a superblock, half of the paper's is tried as well: on a CPU it often has less to compute
     steps = (base.step, base.step // 2) if base == AnchorAttentionConfig() else (base.step,)

@@ -106,7 +106,7 @@ def anchor_report(model: nn.Module, input_ids: Tensor | None = None) -> AnchorRe
             its attention twice more.
 
     Raises:
-        ValueError: ``input_ids`` too short for a sparse call.
+        ValueError: ``input_ids`` is no batch of token ids, or too short for a sparse call.
     """
     recalls: dict[int, Tensor] = {}
 

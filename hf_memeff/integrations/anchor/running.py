@@ -23,16 +23,29 @@ def run_observed(
         input_ids: (B, N), no padding.
         observer: called with each call that would be sparse.
         changes: settings to change for it.
+
+    Raises:
+        ValueError: not a batch of token ids.
     """
+    if not isinstance(input_ids, Tensor) or input_ids.ndim != 2 or 0 in input_ids.shape:
+        got = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
+        raise ValueError(
+            f"got input_ids {got}, expected a tensor of token ids, (batch, tokens). "
+            'Fix: input_ids=tokenizer(text, return_tensors="pt").input_ids.'
+        )
     training = [module for module in model.modules() if module.training]
     before = _implementations(model.config)
     model.set_attn_implementation("anchor")
     model.eval()
-    arguments: dict[str, Any] = {"input_ids": input_ids.to(next(model.parameters()).device), "use_cache": False}
+    device = next(model.parameters()).device
+    # weights that accelerate brings in layer by layer are nowhere until then; its hooks move the ids as well
+    ids = input_ids if device.type == "meta" else input_ids.to(device)
+    arguments: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     if "logits_to_keep" in inspect.signature(getattr(model, "get_base_model", lambda: model)().forward).parameters:
         arguments["logits_to_keep"] = 1
     try:
-        with observed(model, observer, **changes), torch.no_grad():
+        # in a compiled forward nothing is decided, and so there is nothing to observe
+        with observed(model, observer, **changes), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             model(**arguments)
     finally:
         model.set_attn_implementation(before)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
@@ -115,3 +116,27 @@ def test_defaults_get_the_superblock_with_fewer_scores_and_settings_keep_theirs(
     tried.clear()
     set_anchor_config(model, AnchorAttentionConfig(theta=5.0))
     assert calibrate_anchor(model, ids).step == 16 and set(tried) == {16}
+
+
+@pytest.mark.parametrize("wrong", [[[3, 4, 5]], tokens(1, 64)[0], tokens(1, 0), {"input_ids": tokens(1, 64)}])
+def test_what_is_no_batch_of_token_ids_is_refused_with_the_call_that_makes_one(wrong: Any) -> None:
+    model = build("llama")
+    for call in (calibrate_anchor, anchor_report):
+        with pytest.raises(ValueError, match=r"expected a tensor of token ids, \(batch, tokens\)\. Fix: .*input_ids"):
+            call(model, wrong)
+
+
+@pytest.mark.parametrize("how", ["offloaded", "wrapped by compile", "compiled in place"])
+def test_offloaded_and_compiled_models_are_calibrated_alike(how: str) -> None:
+    model = build("llama")
+    set_anchor_config(model, AnchorAttentionConfig(block_size=8, step=2, min_length=1))
+    ids = tokens(1, 120)
+    expected, report = calibrate_anchor(model, ids), anchor_report(model, ids)
+    if how == "offloaded":
+        cpu_offload(model, execution_device="cpu")  # leaves every parameter on the device "meta" between calls
+    elif how == "wrapped by compile":
+        model = torch.compile(model, backend="eager")
+    else:
+        model.compile(backend="eager")
+    assert calibrate_anchor(model, ids) == expected
+    assert [layer.recall for layer in anchor_report(model, ids).layers] == [layer.recall for layer in report.layers]
