@@ -69,7 +69,8 @@ class AnchorAttentionConfig:
         metadata={
             "help": (
                 "Raise where a long causal prompt has to be computed densely because of what the call asks for "
-                "(a foreign mask, softcap, tracing), instead of counting it in anchor_report."
+                "(a foreign mask, softcap, dropout), instead of counting it in anchor_report. A compiled forward is "
+                "dense and counted nowhere, with this too."
             )
         },
     )
