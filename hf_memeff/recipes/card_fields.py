@@ -22,7 +22,7 @@ LICENSES = frozenset(json.loads((Path(__file__).parent / "data" / "hub_licenses.
 
 _LANGUAGE = re.compile(r"[a-z]{2,3}|code|multilingual")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_REVISION = re.compile(r"[A-Za-z0-9][\w.=+-]{0,127}")
+_REVISION = re.compile(r"[A-Za-z0-9][\w.=+() -]{0,127}")
 
 
 class CardError(ValueError):
