@@ -238,6 +238,7 @@ def _add_finetune(commands: Any) -> None:
 
 
 def _run_finetune(arguments: argparse.Namespace) -> int:
+    from hf_memeff.recipes.card_fields import CardError
     from hf_memeff.recipes.errors import RecipeError, require_packages
 
     words = [word for word in arguments.fields if word != "--dry-run"]
@@ -249,7 +250,7 @@ def _run_finetune(arguments: argparse.Namespace) -> int:
         from hf_memeff.recipes.finetune import finetune
 
         finetune(arguments.config, words, dry_run=dry_run, say=_say)
-    except RecipeError as error:
+    except (RecipeError, CardError) as error:
         print(f"hf-memeff: {error}", file=sys.stderr)
         return 2
     return 0

@@ -33,16 +33,22 @@ class ModelSource:
         gguf_file: name of the GGUF file in that folder; None for a folder in transformers' own format.
         origin: where it was found, in words for the user.
         published_name: what a saved adapter names as its base model; None keeps ``path``.
+        revision: branch, tag or commit on the Hub; None is the main branch.
     """
 
     path: str
     gguf_file: str | None
     origin: str
     published_name: str | None = None
+    revision: str | None = None
 
 
 def find_smollm2(
-    model: str | None = None, *, allow_download: bool = True, progress: Callable[[str], object] = print
+    model: str | None = None,
+    *,
+    revision: str | None = None,
+    allow_download: bool = True,
+    progress: Callable[[str], object] = print,
 ) -> ModelSource:
     """Locate SmolLM2-135M-Instruct, or the model the user names.
 
@@ -52,6 +58,7 @@ def find_smollm2(
     Args:
         model: a folder (transformers' format, or one with a single GGUF file), a GGUF file, or a Hub id such as
             "Qwen/Qwen2.5-0.5B". None: SmolLM2.
+        revision: branch, tag or commit of a model that is named by its Hub id.
         allow_download: False stops after the local places.
         progress: called with one line of text before each slow step.
 
@@ -62,7 +69,7 @@ def find_smollm2(
         ModelUnavailableError: ``model`` does not exist, or no place has SmolLM2.
     """
     if model is not None:
-        return _named_model(model, allow_download)
+        return _named_model(model, revision, allow_download)
     found = _installed_copy() or _user_cache_copy() or _hub_cache_copy()
     if found is not None:
         return found
@@ -82,13 +89,19 @@ def find_smollm2(
     )
 
 
-def load_model(source: ModelSource, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Any:
+def load_model(
+    source: ModelSource,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    attn_implementation: str | None = None,
+) -> Any:
     """Load a causal language model as plain dense weights that can be trained on and saved.
 
     Args:
         source: from `find_smollm2`.
         dtype: of the weights; quantised GGUF weights are unpacked to it.
         device: where the weights go.
+        attn_implementation: as transformers names it; None leaves the choice to transformers.
 
     Returns:
         A `transformers.PreTrainedModel` in eval mode.
@@ -98,7 +111,9 @@ def load_model(source: ModelSource, dtype: torch.dtype = torch.float32, device: 
     """
     import transformers
 
-    arguments: dict[str, Any] = {"dtype": dtype}
+    arguments: dict[str, Any] = {"dtype": dtype, "revision": source.revision or "main"}
+    if attn_implementation is not None:
+        arguments["attn_implementation"] = attn_implementation
     if source.gguf_file is None:
         arguments["use_safetensors"] = True
     else:
@@ -134,10 +149,7 @@ def load_tokenizer(source: ModelSource) -> Any:
     """
     import transformers
 
-    arguments = {}
-    if source.gguf_file is not None:
-        _require_gguf_reader()
-        arguments["gguf_file"] = source.gguf_file
+    arguments = _reading_arguments(source)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source.path, **arguments)
     except (OSError, ValueError, KeyError) as error:
@@ -155,7 +167,38 @@ def load_tokenizer(source: ModelSource) -> Any:
     return tokenizer
 
 
-def _named_model(model: str, allow_download: bool) -> ModelSource:
+def load_config(source: ModelSource) -> Any:
+    """Load a model's config, without its weights.
+
+    Args:
+        source: from `find_smollm2`.
+
+    Returns:
+        A `transformers.PreTrainedConfig`.
+
+    Raises:
+        ModelUnavailableError: the GGUF reader is missing, or there is no usable config.
+    """
+    import transformers
+
+    try:
+        return transformers.AutoConfig.from_pretrained(source.path, **_reading_arguments(source))
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelUnavailableError(
+            f"Got {source.path!r} without a usable config ({_first_line(error)}), expected one beside the weights. "
+            "Fix: pass another --model."
+        ) from error
+
+
+def _reading_arguments(source: ModelSource) -> dict[str, Any]:
+    """What `from_pretrained` of a config or a tokenizer needs besides the path."""
+    if source.gguf_file is None:
+        return {"revision": source.revision or "main"}
+    _require_gguf_reader()
+    return {"gguf_file": source.gguf_file}
+
+
+def _named_model(model: str, revision: str | None, allow_download: bool) -> ModelSource:
     path = Path(model).expanduser()
     if path.is_file() and path.suffix == ".gguf":
         return ModelSource(str(path.parent), path.name, f"--model {model}")
@@ -169,20 +212,20 @@ def _named_model(model: str, allow_download: bool) -> ModelSource:
             f"Got --model {model!r}, a folder with no config.json and {len(gguf_files)} .gguf files, expected a model "
             "in transformers' format or exactly one .gguf file. Fix: pass the folder that holds the model, or the file."
         )
-    if not path.exists() and _HUB_ID_FORM.fullmatch(model) and _hub_has(model, allow_download):
-        return ModelSource(model, None, f"--model {model} (Hub)")
+    if not path.exists() and _HUB_ID_FORM.fullmatch(model) and _hub_has(model, revision, allow_download):
+        return ModelSource(model, None, f"--model {model} (Hub)", revision=revision)
     raise ModelUnavailableError(
         f"Got --model {model!r}, expected an existing folder, an existing .gguf file, or the id of a model on the Hub "
         "that is cached or reachable. Fix: check the spelling and the connection, or leave --model out for SmolLM2."
     )
 
 
-def _hub_has(repository: str, allow_download: bool) -> bool:
+def _hub_has(repository: str, revision: str | None, allow_download: bool) -> bool:
     """Whether the Hub, or its cache, has a config for this id; fetches only that file."""
     from huggingface_hub import hf_hub_download
 
     try:
-        hf_hub_download(repository, "config.json", local_files_only=not allow_download)
+        hf_hub_download(repository, "config.json", revision=revision, local_files_only=not allow_download)
     except (OSError, ValueError):
         return False
     return True

@@ -107,6 +107,8 @@ class RunResult:
         seconds_per_step: median wall time of the steps whose memory was not measured; None if there are none.
         environment: machine and versions.
         seed: of the adapter's initial values, the order of the rows and the random choices of training.
+        license: of the adapter, for its model card; None if none was named.
+        language: of the data, likewise.
     """
 
     trainer: str
@@ -124,6 +126,8 @@ class RunResult:
     seconds_per_step: float | None
     environment: Environment
     seed: int
+    license: str | None = None
+    language: str | None = None
 
 
 def write_result(result: RunResult, path: Path) -> None:
