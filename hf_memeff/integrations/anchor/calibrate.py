@@ -13,7 +13,7 @@ from hf_memeff.integrations.anchor.calls import AttentionCall
 from hf_memeff.integrations.anchor.running import run_observed
 from hf_memeff.integrations.anchor.settings import LayerState, layer_states
 from hf_memeff.ops.anchor.calibration import Thresholds, least_thresholds
-from hf_memeff.ops.anchor.config import AnchorAttentionConfig
+from hf_memeff.ops.anchor.config import LARGEST_THETA, AnchorAttentionConfig
 
 
 def calibrate_anchor(model: nn.Module, input_ids: Tensor, target_recall: float = 0.95) -> AnchorAttentionConfig:
@@ -34,7 +34,8 @@ def calibrate_anchor(model: nn.Module, input_ids: Tensor, target_recall: float =
         default or half of it, whichever has fewer scores to compute on this text.
 
     Raises:
-        ValueError: a target out of range, not a batch of token ids, or a text too short for a layer to have candidates.
+        ValueError: a target out of range, not a batch of token ids, a text too short for a layer to have candidates,
+            or scores that are NaN.
     """
     if isinstance(target_recall, bool) or not isinstance(target_recall, (int, float)) or not 0 < target_recall <= 1:
         raise ValueError(
@@ -65,9 +66,18 @@ def calibrate_anchor(model: nn.Module, input_ids: Tensor, target_recall: float =
             f"well over {superblock}. Fix: pass a longer text, and a model with causal full-attention layers."
         )
     step = min(steps, key=lambda step: sum(layer.scores for layer in found[step].values()))
-    # upwards, so that the key that just reaches the target is kept
     rows = {
-        layer: [math.ceil(x * 1e4) / 1e4 for x in calibrated.theta.tolist()]
+        layer: [_written(x, layer) for x in calibrated.theta.tolist()]
         for layer, calibrated in sorted(found[step].items())
     }
     return replace(base, theta="auto", thresholds=rows, step=step)
+
+
+def _written(theta: float, layer: int) -> float:
+    """A threshold as a config takes it: rounded upwards, so that the key that just reaches the target is kept."""
+    if math.isnan(theta):
+        raise ValueError(
+            f"calibrate_anchor got scores of layer {layer} that are not numbers, expected finite queries and keys. "
+            "Fix: load the model in bfloat16 or float32, and look for NaN in its weights."
+        )
+    return math.inf if theta > LARGEST_THETA else math.ceil(max(theta, -LARGEST_THETA) * 1e4) / 1e4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import cache
 from typing import Any
 
@@ -27,18 +27,18 @@ def is_traced(device: torch.device | str = "cpu") -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.device(device).type == "meta"
 
 
-def _has_config(kind: type, config_class: type) -> bool:
+def _has_config(kind: type[Any], config_class: Hashable) -> bool:
     return getattr(kind, "config_class", None) is config_class
 
 
-def _subclasses(kind: type) -> Iterator[type]:
+def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
     for child in kind.__subclasses__():
         yield child
         yield from _subclasses(child)
 
 
 @cache
-def _calls_functions(config_class: type) -> bool:
+def _calls_functions(config_class: Hashable) -> bool:
     """Whether models of a config call transformers' attention functions, which alone know what `anchor_mask` means.
 
     ``set_attn_implementation`` asks the same of a model and refuses; ``from_pretrained`` does not ask.
@@ -113,7 +113,7 @@ def anchor_mask(
     else:
         rows, q_offset = cache_position.shape[0], cache_position[0]
         whole["cache_position"] = cache_position
-    if config is not None and not _calls_functions(type(config)):
+    if config is not None and not _calls_functions(config.__class__):
         return AttentionMaskInterface()["eager"](**whole)
     device = kwargs.get("device") or (cache_position.device if cache_position is not None else "cpu")
     if is_traced(device) or rows == 1:

@@ -102,7 +102,7 @@ def set_anchor_config(model: nn.Module, config: AnchorAttentionConfig) -> None:
 def use_anchor_config(model: nn.Module, config: AnchorAttentionConfig) -> Iterator[None]:
     """Other settings inside a ``with`` block; afterwards those before it are back. Counts start from zero in the
     block and are dropped after it; arguments and errors as `set_anchor_config`. They are the model's, for every thread
-    that runs it: threads that want different settings at a time need models of their own, which may share their weights.
+    that runs it: threads that want different settings at one time need models of their own, with shared weights or not.
     """
     with _restored(model):
         set_anchor_config(model, config)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 _LARGEST = 2**31 - 1  # upper end of every count: a larger value is a mistake in units
-_LARGEST_THETA = 1e4  # logits differ by less: from here on only inf means "keep every key"
+LARGEST_THETA = 1e4
+"""Logits differ by less: from here on only inf means "keep every key"."""
 _LARGEST_FILE_BYTES = 2**24
 
 
@@ -196,7 +197,7 @@ def _count(value: Any, least: int) -> bool:
 
 
 def _threshold(value: Any) -> bool:
-    return _number(value) and (value == math.inf or abs(value) <= _LARGEST_THETA)
+    return _number(value) and (value == math.inf or abs(value) <= LARGEST_THETA)
 
 
 def _checked_thresholds(thresholds: Any) -> dict[int, tuple[float, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -140,3 +141,14 @@ def test_offloaded_and_compiled_models_are_calibrated_alike(how: str) -> None:
         model.compile(backend="eager")
     assert calibrate_anchor(model, ids) == expected
     assert [layer.recall for layer in anchor_report(model, ids).layers] == [layer.recall for layer in report.layers]
+
+
+def test_logits_beyond_any_threshold_keep_every_key_and_nan_is_an_error() -> None:
+    model = build("llama")
+    set_anchor_config(model, AnchorAttentionConfig(block_size=8, step=2, min_length=1))
+    weight = model.model.layers[0].self_attn.q_proj.weight.data
+    weight.mul_(1e6)
+    assert set(calibrate_anchor(model, tokens(1, 120), 1.0).thresholds[0]) == {math.inf}
+    weight.fill_(math.nan)
+    with pytest.raises(ValueError, match=r"scores of layer 0 that are not numbers"):
+        calibrate_anchor(model, tokens(1, 120))
