@@ -84,7 +84,7 @@ def parse_plan(config: Path, words: Sequence[str] = ()) -> RunPlan:
         if word.startswith("--") and word.split("=")[0] not in parser._option_string_actions:
             _check_key(word[2:].split("=")[0].replace("-", "_"), known, trainer, method, f"option {word}")
     try:
-        parsed = parser.parse_args_and_config(["--config", str(config), *words])
+        parsed = parser.parse_args_and_config([*(["--config", str(config)] if content else []), *words])
         given = {name: value for name, value in vars(parsed[2]).items() if value is not None}
         adapter = method(task_type="CAUSAL_LM", **given)
     except (ValueError, TypeError) as error:
