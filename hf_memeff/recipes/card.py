@@ -78,12 +78,12 @@ def write_card(options: CardOptions) -> list[str]:
     earlier = _EarlierCard.read(folder / CARD_NAME)
     fields = card_fields(runs.own, adapter, options, earlier)
     published_adapter = without_local_base(adapter, fields)
-    card = str(render_card(runs, fields, adapter, options.repository))
-    check_card(card, fields)
     refuse_unpublishable(folder, besides=(CARD_NAME, CONFIG_NAME))
     refuse_local_paths(CONFIG_NAME, json.dumps(published_adapter))
     for name, run in runs.references.items():
         refuse_local_paths(name, json.dumps(asdict(run)))
+    card = str(render_card(runs, fields, adapter, options.repository))
+    check_card(card, fields)
     said = []
     if published_adapter != adapter:
         write_json(str(folder / CONFIG_NAME), published_adapter)

@@ -10,7 +10,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from hf_memeff.recipes.card import MARKER
 from hf_memeff.recipes.card_fields import CardError, check_hub_id
-from hf_memeff.recipes.card_files import published_files, refuse_unpublishable
+from hf_memeff.recipes.card_files import published_files, read_adapter_config, refuse_unpublishable
 from hf_memeff.recipes.card_runs import read_runs
 from hf_memeff.tuners.portable import CARD_NAME
 
@@ -47,6 +47,7 @@ def push(folder: Path, repository: str, *, private: bool = False, api: Any = Non
     card = folder / CARD_NAME
     if not card.is_file() or MARKER not in card.read_text(encoding="utf-8"):
         raise CardError(f"Got no card in {folder}, expected one to publish with. Fix: hf-memeff card {folder}.")
+    read_adapter_config(folder)
     _refuse_uncompared(folder)
     refuse_unpublishable(folder)
     files = published_files(folder)

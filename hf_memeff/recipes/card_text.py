@@ -86,8 +86,8 @@ def comparison_sentence(runs: CardRuns) -> str:
     if runs.lora is None:
         return "It was not compared with a plain LoRA run of the same settings."
     return (
-        "All runs in the table had the same base model, data, seed, number of steps, rank and training arguments; the "
-        "method alone differs."
+        "All runs in the table had the same base model, data, seed, number of steps, rank and training arguments; the\n"
+        "method and its options alone differ."
     )
 
 
@@ -98,6 +98,11 @@ def limits_list(runs: CardRuns, fields: CardFields) -> str:
         f"Trained on {run.dataset.train_rows} rows of one data set for {run.train.steps} steps. Nothing else is known "
         "of its quality, and what the base model gets wrong it may get wrong too."
     ]
+    if fields.base_revision is not None and fields.commit is None:
+        lines.append(
+            f"Trained on the base weights of {fields.base_revision}. Other copies of the model, the Hub's among them, "
+            "may give other results, for example where these are quantised."
+        )
     if not run.evaluation:
         lines.append("There is no evaluation, so nothing here says that the training helped.")
     for name, values in run.evaluation.items():
