@@ -137,8 +137,8 @@ class NeedleResult:
         expected: the right answers.
         answers: what the model wrote, greedily.
         answer_losses: mean cross-entropy of the right answer's tokens, which tells answers apart that both fail.
-        densities: share of the candidate keys that were attended; 1 for "dense".
-        sparse_calls: of all layers, per cell.
+        densities: share of the candidate keys that were attended, in the text and the questions so far; 1 for "dense".
+        sparse_calls: of all layers, in the text and the questions so far.
         environment: what it was measured with.
     """
 
