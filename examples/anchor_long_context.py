@@ -16,7 +16,7 @@ from pydoc_data.topics import topics
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from hf_memeff.integrations.attention import anchor_report, calibrate_anchor, register_anchor, set_anchor_config
+from hf_memeff import anchor_report, calibrate_anchor, set_anchor_config
 from hf_memeff.recipes.model_source import find_smollm2, load_model, load_tokenizer
 
 FACT = " The secret code of the lighthouse is 48213. "
@@ -46,7 +46,6 @@ class Clock(BaseStreamer):
         pass
 
 
-register_anchor()
 source = find_smollm2(arguments.model)
 tokenizer, model = load_tokenizer(source), load_model(source)
 

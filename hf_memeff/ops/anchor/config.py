@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -167,14 +169,28 @@ class AnchorAttentionConfig:
         return cls(**values)
 
     def save(self, path: str | Path) -> None:
-        """Write `to_json` to a file."""
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        """Write `to_json` to a file; what was there stays whole until the new one is."""
+        path = Path(path)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as folder:
+            written = Path(folder) / path.name
+            written.write_text(self.to_json() + "\n", encoding="utf-8")
+            os.replace(written, path)
 
     @classmethod
     def load(cls, path: str | Path) -> AnchorAttentionConfig:
-        """Read a file that `save` wrote; raises as `from_json`."""
-        with open(path, encoding="utf-8") as file:
-            return cls.from_json(file.read(_LARGEST_FILE_BYTES + 1))
+        """Read a file that `save` wrote.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: as `from_json`, or the file is no UTF-8 text; the message names the file.
+        """
+        try:
+            with open(path, encoding="utf-8") as file:
+                return cls.from_json(file.read(_LARGEST_FILE_BYTES + 1))
+        except ValueError as error:  # so are JSONDecodeError and UnicodeDecodeError
+            raise ValueError(
+                f"{path}: {error}. Fix: pass a file that AnchorAttentionConfig.save wrote, or calibrate again."
+            ) from error
 
 
 def _check(fine: bool, name: str, value: Any, expected: str) -> None:

@@ -97,6 +97,20 @@ def test_json_round_trip(config: AnchorAttentionConfig, tmp_path: Path) -> None:
     json.loads(config.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
+def test_a_save_that_fails_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    earlier = AnchorAttentionConfig(theta=3.0)
+    earlier.save(tmp_path / "anchor.json")
+
+    def full(self: Path, *args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        AnchorAttentionConfig().save(tmp_path / "anchor.json")
+    assert AnchorAttentionConfig.load(tmp_path / "anchor.json") == earlier
+    assert [path.name for path in tmp_path.iterdir()] == ["anchor.json"]
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -121,4 +135,5 @@ def test_files_from_strangers_are_data(text: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError) as caught:
         AnchorAttentionConfig.load(tmp_path / "anchor.json")
     assert len(str(caught.value)) < 1000
+    assert "anchor.json" in str(caught.value) and "Fix: " in str(caught.value)
     assert set(sys.modules) == before
