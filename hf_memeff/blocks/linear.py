@@ -162,7 +162,9 @@ def _plan_base(base: Any, terms: tuple[TermPlan, ...]) -> LinearPlan | str:
         return LinearPlan(base, False, terms=terms, reason="its forward was replaced and is called as it is")
     weight = base.weight
     if type(weight) not in (nn.Parameter, Tensor) or type(weight.data) is not Tensor or hasattr(weight, "ds_id"):
-        return LinearPlan(base, False, terms=terms, reason="its weight is sharded and is used through its own forward")
+        kind = type(weight.data).__name__
+        reason = f"its weight ({kind}) is sharded or quantised and is used through its own forward"
+        return LinearPlan(base, False, terms=terms, reason=reason)
     return LinearPlan(base, True, transposed, terms)
 
 

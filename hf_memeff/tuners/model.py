@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 from peft.tuners.lora import LoraConfig, LoraModel
+from peft.tuners.tuners_utils import BaseTunerLayer, onload_layer
 from peft.utils import PeftType
 from torch import Tensor, nn
 
@@ -20,6 +21,7 @@ from hf_memeff.tuners.checks import check_adapter_name, check_base_dtypes, warn_
 from hf_memeff.tuners.layer import use_memeff_linears, use_stock_linears
 from hf_memeff.tuners.loading import adopt_loader
 from hf_memeff.tuners.merging import check_base_layers_can_merge, untied_embeddings, warn_of_tied_embeddings
+from hf_memeff.tuners.quantised import check_biases_can_merge, kept_quantised_bases, unmerge_exactly
 
 
 class MemeffModel(LoraModel):
@@ -101,13 +103,34 @@ class MemeffModel(LoraModel):
             self.detach_engine()
 
     def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
-        """Merge in place as `LoraModel` does, with a warning where the adapted embeddings are tied."""
+        """Merge in place as `LoraModel` does, with a warning where the adapted embeddings are tied.
+
+        Quantised weights are kept aside, so that unmerging brings them back bit for bit.
+        """
         warn_of_tied_embeddings(self.model)
-        super().merge_adapter(*args, **kwargs)
+        with kept_quantised_bases(self.model):
+            super().merge_adapter(*args, **kwargs)
+
+    def unmerge_adapter(self) -> None:
+        """Unmerge as `LoraModel` does; quantised base weights become what they were before, bit for bit."""
+        for layer in [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]:
+            if not unmerge_exactly(layer):
+                with onload_layer(layer):
+                    layer.unmerge()
+
+    def disable_adapter_layers(self) -> None:
+        """Disable the adapters as `LoraModel` does, whose layers unmerge themselves in their next call.
+
+        Quantised ones are unmerged here, since that would round their weights anew.
+        """
+        for layer in list(self.model.modules()):
+            unmerge_exactly(layer)
+        super().disable_adapter_layers()
 
     def _check_merge_allowed(self) -> None:
         super()._check_merge_allowed()
         check_base_layers_can_merge(self.model)
+        check_biases_can_merge(self.model)
 
     def _active_options(self) -> EngineOptions:
         names = [name for name in self.active_adapters if name in self.peft_config] or list(self.peft_config)
@@ -125,6 +148,7 @@ class MemeffModel(LoraModel):
         """Take the engine off, then the adapters; the engine comes back if merging is refused."""
         if merge:
             check_base_layers_can_merge(self.model)
+            check_biases_can_merge(self.model)
         was_attached = self._options is not None
         self.detach_engine()
         try:
