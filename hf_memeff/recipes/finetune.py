@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
+from transformers import set_seed
 from transformers.trainer_utils import get_last_checkpoint
-from trl import DPOTrainer, SFTTrainer
 
 from hf_memeff.benchmarks.results import Environment
-from hf_memeff.integrations.peak_memory import PeakMemoryCallback
 from hf_memeff.recipes.answers import judge, require_answers
 from hf_memeff.recipes.card_fields import check_card_fields
 from hf_memeff.recipes.errors import RecipeError
@@ -33,11 +31,11 @@ from hf_memeff.recipes.results import (
     TrainRecord,
     write_result,
 )
+from hf_memeff.recipes.step_meters import FewStepsMemory, StepClock
+from hf_memeff.recipes.trainers import build_trainer, first_batch
 from hf_memeff.recipes.training_data import RunData, in_chat_form, load_data, with_lengths_checked
 
 CURVE_NAME = "learning_curve.svg"
-_TRAINERS = {"sft": SFTTrainer, "dpo": DPOTrainer}
-_MEASURED_STEPS = 4
 _LIBRARIES = ("trl", "datasets", "evaluate")
 
 _SPEED = ("runtime", "samples_per_second", "steps_per_second", "epoch", "num_tokens", "model_preparation_time")
@@ -55,49 +53,6 @@ _OF_THIS_MACHINE = {
     "push_to_hub_token",
 }
 """Fields of the trainer's config that may hold paths or secrets, and stay out of the results."""
-
-
-class StepClock(TrainerCallback):
-    """Wall time of each optimizer step.
-
-    Attributes:
-        seconds: by number of the step.
-        resumed_at: steps that were done when training began.
-    """
-
-    def __init__(self) -> None:
-        self.seconds: dict[int, float] = {}
-        self.resumed_at = 0
-        self._began = 0.0
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Note where it begins."""
-        self.resumed_at = state.global_step
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Start the clock."""
-        self._began = time.perf_counter()
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Stop the clock."""
-        self.seconds[state.global_step] = time.perf_counter() - self._began
-
-
-class FewStepsMemory(PeakMemoryCallback):
-    """`PeakMemoryCallback` for about four steps of a run of any length, not the first, which allocates the optimizer's
-    state."""
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Choose the steps."""
-        left = state.max_steps - state.global_step
-        self.every = max(min(2, left), left // _MEASURED_STEPS)
-        super().on_train_begin(args, state, control, **kwargs)
 
 
 def finetune(
@@ -141,7 +96,7 @@ def finetune(
     data = with_lengths_checked(data, run, tokenizer, training.max_length, context)
     if dry_run:
         say(yaml.safe_dump(resolved(plan), sort_keys=False).rstrip())
-        say(_first_batch(plan, model_config, tokenizer, data))
+        say(first_batch(plan, model_config, tokenizer, data))
         return None
     try:
         Path(training.output_dir).mkdir(parents=True, exist_ok=True)
@@ -215,27 +170,6 @@ def _train(
     return result
 
 
-def build_trainer(plan: RunPlan, model: Any, tokenizer: Any, data: RunData, callbacks: list[TrainerCallback]) -> Any:
-    """TRL's trainer for a plan, with the adapter put on.
-
-    Args:
-        plan: the plan.
-        model: the base model.
-        tokenizer: of the model.
-        data: checked rows.
-        callbacks: for the trainer.
-    """
-    return _TRAINERS[plan.run.trainer](
-        model=model,
-        args=plan.training,
-        train_dataset=data.train,
-        eval_dataset=data.test,
-        processing_class=tokenizer,
-        peft_config=plan.adapter,
-        callbacks=callbacks,
-    )
-
-
 def _evaluate(plan: RunPlan, trainer: Any, tokenizer: Any, data: RunData) -> dict[str, float]:
     """Values by metric: the trainer's own, then those of generated answers."""
     if data.test is None:
@@ -250,29 +184,6 @@ def _evaluate(plan: RunPlan, trainer: Any, tokenizer: Any, data: RunData) -> dic
         limit = plan.run.max_new_tokens
         found |= judge(trainer.model, tokenizer, data.test, plan.run.metrics, batch_rows, limit)
     return found
-
-
-def _first_batch(plan: RunPlan, model_config: Any, tokenizer: Any, data: RunData) -> str:
-    """The first batch as the trainer makes it, in words; the model has no weights, only shapes."""
-    import transformers
-
-    class WithoutDevice(type(plan.training)):  # type: ignore[misc]
-        """The trainer's arguments, but a model without weights stays where it is."""
-
-        @property
-        def place_model_on_device(self) -> bool:
-            return False
-
-    training = WithoutDevice(
-        **{f.name: getattr(plan.training, f.name) for f in dataclasses.fields(plan.training) if f.init}
-    )
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(model_config)
-    trainer = build_trainer(dataclasses.replace(plan, training=training), model, tokenizer, data, [])
-    batch = next(iter(trainer.get_train_dataloader()))
-    shapes = {name: tuple(value.shape) for name, value in batch.items() if isinstance(value, torch.Tensor)}
-    lines = [f"First batch: {', '.join(f'{name} {shape}' for name, shape in shapes.items())}", "First row of it:"]
-    return "\n".join([*lines, tokenizer.decode(batch["input_ids"][0])])
 
 
 def _checkpoint(training: Any) -> str | None:
