@@ -62,7 +62,7 @@ def kept_quantised_bases(model: nn.Module) -> Iterator[None]:
     Args:
         model: the base model with its adapters.
     """
-    layers = [m for m in model.modules() if _replaces_its_weight(m) and not m.merged]
+    layers: list[Any] = [m for m in model.modules() if _replaces_its_weight(m) and not m.merged]
     for layer in layers:
         layer._before_merge = KeptBase.of(layer.get_base_layer())
     try:
