@@ -51,4 +51,5 @@ def suite_sentence(results: Sequence[SuiteResult]) -> str:
         for result in results
     )
     peft = results[0].environment.versions["peft"]
-    return f"Of the tests of peft {peft} that pass for `LoraConfig` and use it: {counts}."
+    files = len(results[0].files)
+    return f"Of the tests in {files} files of peft {peft} that pass for `LoraConfig` and use it: {counts}."

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hf_memeff.benchmarks import anchor_claims, anchor_tables, sage_tables, tables
 from hf_memeff.benchmarks.anchor_results import NeedleResult, OpResult, PeerResult, PrefillResult
+from hf_memeff.benchmarks.peft_suite import SuiteResult, suite_sentence
 from hf_memeff.benchmarks.results import read_family_results, read_method_results, read_results
 from hf_memeff.benchmarks.sage_claims import claims_table
 from hf_memeff.benchmarks.sage_results import CosineResult, LearningResult, StepResult
@@ -47,6 +48,7 @@ def blocks(results_folder: Path) -> dict[str, str]:
         "gpu": tables.gpu_note(results),
         "gpu-store": tables.gpu_note(results, "mesp-cpu"),
         **_sage_blocks(read_results(LearningResult, results_folder / "sage_learning.json"), steps, cosines),
+        "peft-suite": suite_sentence(read_results(SuiteResult, results_folder / "peft_suite.json")),
         **_anchor_blocks(ops, prefills, results_folder),
     }
 

@@ -18,7 +18,7 @@ def result(**fields):
 def test_the_sentence_has_the_counts_of_each_method():
     text = suite_sentence([result(), result(method="sage", passed=7, unused=0, failed=("test_c", "test_d"))])
     assert text == (
-        "Of the tests of peft 1.2.3 that pass for `LoraConfig` and use it: "
+        "Of the tests in 1 files of peft 1.2.3 that pass for `LoraConfig` and use it: "
         "mesp: 8 of 10 pass, 1 excepted, 1 don't reach the method; sage: 7 of 10 pass, 1 excepted, 2 failed."
     )
     assert suite_sentence([]) == NOT_MEASURED
