@@ -49,10 +49,10 @@ file as an option. Leaves the adapter, results.json and learning_curve.svg in ou
 """
 _FINETUNE_EXAMPLES = """\
 examples:
-  hf-memeff finetune examples/sft_gsm8k.yaml --dry-run       check everything, print the config and the first batch
-  hf-memeff finetune examples/sft_gsm8k.yaml --max_steps 4   any field after the file
+  hf-memeff finetune examples/sft.yaml --dry-run       check everything, print the config and the first batch
+  hf-memeff finetune examples/sft.yaml --max_steps 4   any field after the file
   hf-memeff finetune examples/dpo.yaml --resume_from_checkpoint true
-  hf-memeff finetune examples/dpo.yaml --help                all fields
+  hf-memeff finetune examples/dpo.yaml --help          all fields
 """
 _BENCH_EXAMPLES = """\
 examples:

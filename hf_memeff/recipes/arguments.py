@@ -53,7 +53,7 @@ class RunArguments:
     dataset_columns: dict[str, str] | str | None = _key(  # noqa: RUF009, a dataclass field that the rule overlooks
         None,
         "Which of the data's columns are TRL's, such as {prompt: question, completion: answer}. None: they have TRL's "
-        "names: prompt and completion, messages, or text for SFT; prompt, chosen and rejected for DPO.",
+        "names: prompt and completion, messages, or text for SFT; chosen and rejected, with prompt or not, for DPO.",
     )
     dataset_train_rows: int | None = _key(None, "First so many rows to train on. None: all.")
     dataset_test_rows: int | None = _key(None, "First so many rows to judge by. None: all.")

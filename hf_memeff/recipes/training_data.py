@@ -22,7 +22,7 @@ _BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parq
 
 _COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "sft": (("prompt", "completion"), ("messages",), ("text",)),
-    "dpo": (("prompt", "chosen", "rejected"),),
+    "dpo": (("prompt", "chosen", "rejected"), ("chosen", "rejected")),
 }
 """By trainer, the sets of columns that its rows may have."""
 
@@ -142,11 +142,11 @@ def token_count(row: dict[str, Any], tokenizer: Any) -> int:
     """Length of a row as TRL tokenizes it: the prompt and its longest answer, with the end token or the chat's form."""
     if "messages" in row:
         return len(tokenizer.apply_chat_template(row["messages"], return_dict=True)["input_ids"])
-    prompt = row.get("prompt", "")
-    if isinstance(prompt, list):
-        chats = [prompt + answer for name, answer in row.items() if name != "prompt"]
+    answers = [value for name, value in row.items() if name != "prompt"]
+    if isinstance(answers[0], list):
+        chats = [row.get("prompt", []) + answer for answer in answers]
         return max(len(tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]) for chat in chats)
-    texts = [prompt + text for name, text in row.items() if name != "prompt"]
+    texts = [row.get("prompt", "") + text for text in answers]
     return max(len(tokenizer(text).input_ids) + (not text.endswith(tokenizer.eos_token)) for text in texts)
 
 

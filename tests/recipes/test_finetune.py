@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hf_memeff import cli
 from hf_memeff.benchmarks.results import ResultsError
 from hf_memeff.recipes import finetune as recipe
 from hf_memeff.recipes import learning_curve
+from hf_memeff.recipes.card import CardOptions, write_card
 from hf_memeff.recipes.card_fields import CardError
 from hf_memeff.recipes.errors import RecipeError, require_packages
 from hf_memeff.recipes.finetune import CURVE_NAME, finetune
@@ -123,6 +125,13 @@ print(total / count)
     found, loss = float(done.stdout.strip().splitlines()[-1]), trained.evaluation["eval_loss"]
     assert found == pytest.approx(loss.adapter, abs=2e-3)  # the trainer's is a mean over batches
     assert abs(found - loss.adapter) < abs(found - loss.base) / 10
+
+
+def test_the_card_is_rendered_from_what_a_run_leaves(run: Runner, trained: RunResult, tmp_path: Path) -> None:
+    shutil.copytree(run.folder / "sft", tmp_path / "sft", ignore=shutil.ignore_patterns("checkpoint-*"))
+    write_card(CardOptions(folder=tmp_path / "sft", base_model="owner/name"))
+    card = (tmp_path / "sft" / "README.md").read_text(encoding="utf-8")
+    assert "license: mit" in card and "base_model: owner/name" in card
 
 
 def test_another_seed_starts_elsewhere_and_the_base_model_s_values_stay(run: Runner, trained: RunResult) -> None:
@@ -244,6 +253,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_four_steps_on_the_real_model(tmp_path: Path) -> None:
     """The shipped rows on SmolLM2-135M-Instruct, in its chat form; the default of everything that has one."""
     config = tmp_path / "run.yaml"

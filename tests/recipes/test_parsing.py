@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,15 @@ def test_a_file_that_is_no_config(tmp_path: Path, content: str | None, part: str
         path.write_text(content, encoding="utf-8")
     with pytest.raises(RecipeError, match=part):
         parse_plan(path)
+
+
+@pytest.mark.parametrize("name", ["sft.yaml", "dpo.yaml"])
+def test_the_examples_and_their_commands_parse(name: str) -> None:
+    path = Path(__file__).parents[2] / "examples" / name
+    commands = [line for line in path.read_text(encoding="utf-8").splitlines() if "hf-memeff finetune" in line]
+    assert len(commands) == 3
+    for command in commands:
+        _, program, _, config, *words = shlex.split(command)
+        assert (program, Path(config).name) == ("hf-memeff", name)
+        plan = parse_plan(path, [word for word in words if word != "--dry-run"])
+        assert plan.training.seed == 0 and plan.adapter.target_modules == "all-linear"

@@ -70,6 +70,12 @@ def test_columns_are_renamed_and_others_left_out(tmp_path: Path) -> None:
     assert data.record.name == "rows.jsonl"  # and not its path
 
 
+def test_preferences_may_have_their_prompts_inside(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "yes"}]
+    data = data_of(tmp_path, [{"chosen": chat, "rejected": chat[:1], "score": 1}], trainer="dpo")
+    assert data.train.column_names == ["chosen", "rejected"] and data.train[0]["chosen"] == chat
+
+
 def test_another_file_and_a_folder_have_the_test_rows(tmp_path: Path) -> None:
     rows = [{"text": "one two"}, {"text": "three"}]
     held_out = write(tmp_path / "held_out.jsonl", rows[:1])
@@ -93,7 +99,7 @@ def test_another_file_and_a_folder_have_the_test_rows(tmp_path: Path) -> None:
         ([{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": ""}], {}, ["row 1", "'completion'"]),
         ([{"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}], {}, ["all of one kind"]),
         ([{"question": "a"}], {}, ["Got columns question", "prompt and completion", "dataset_columns"]),
-        ([{"prompt": "a", "completion": "b"}], {"trainer": "dpo"}, ["prompt and chosen and rejected"]),
+        ([{"prompt": "a", "completion": "b"}], {"trainer": "dpo"}, ["prompt and chosen and rejected; or chosen"]),
         ([{"a": "b"}], {"dataset_columns": {"text": "b"}}, ["text: b", "one of a"]),
         ([{"text": "b"}], {"dataset_test_name": "gone.jsonl"}, ["gone.jsonl", "no file"]),
     ],
@@ -177,4 +183,6 @@ def test_plain_rows_become_turns_and_are_counted_as_such(tmp_path: Path, tiny_fo
     assert row["rejected"] == [{"role": "assistant", "content": "no, no"}]
     assert token_count(row, chatting) == len("<user>ask") + 1 + len("<assistant>no, no") + 1
     assert token_count({"messages": row["prompt"] + row["chosen"]}, chatting) == len("<user>ask<assistant>yes") + 2
+    whole = {name: row["prompt"] + row[name] for name in ("chosen", "rejected")}
+    assert token_count(whole, chatting) == token_count(row, chatting)
     assert in_chat_form(in_chat_form(plain)).to_list() == in_chat_form(plain).to_list()
