@@ -39,7 +39,7 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> list[DemoOptions]:
     return seen
 
 
-@pytest.mark.parametrize("words", [[], ["demo"], ["bench"]])
+@pytest.mark.parametrize("words", [[], ["demo"], ["card"], ["bench"]])
 def test_help_has_examples_that_parse(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     text = _help(capsys, *words)
     examples = [line.split("   ")[0].split() for line in text.splitlines() if line.startswith("  hf-memeff ")]
