@@ -7,12 +7,18 @@ from typing import Any
 
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 
 from hf_memeff.recipes.card import MARKER
 from hf_memeff.recipes.card_fields import CardError, check_hub_id
 from hf_memeff.recipes.card_files import published_files, read_adapter_config, refuse_unpublishable
 from hf_memeff.recipes.card_runs import read_runs
-from hf_memeff.tuners.portable import CARD_NAME
+from hf_memeff.tuners.portable import CARD_NAME, OPTIONS_NAME
+
+_NEEDED = (CARD_NAME, CONFIG_NAME, OPTIONS_NAME, SAFETENSORS_WEIGHTS_NAME)
+_REFUSALS = (*HfHubHTTPError.__bases__, OSError, ValueError)
+"""What an upload fails with: errors of the HTTP library that huggingface_hub is built on (another one in each of its
+major versions), of the login, and of the Hub's check of the card's metadata."""
 
 
 def check_repository(repository: str) -> None:
@@ -51,13 +57,19 @@ def push(folder: Path, repository: str, *, private: bool = False, api: Any = Non
     _refuse_uncompared(folder)
     refuse_unpublishable(folder)
     files = published_files(folder)
+    links = [name for name in _NEEDED if (folder / name).is_symlink()]
+    if links:
+        raise CardError(
+            f"Got {links[0]} as a link in {folder}, expected the file itself, since a link may lead to anything on this "
+            "machine. Fix: copy the file into the folder."
+        )
     operations = [CommitOperationAdd(path_in_repo=path.name, path_or_fileobj=str(path)) for path in files]
     api = HfApi() if api is None else api
     try:
         api.create_repo(repository, private=private, exist_ok=True)
         commit = api.create_commit(repository, operations, commit_message="Adapter with its model card")
-    except (HfHubHTTPError, OSError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    except _REFUSALS as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise CardError(
             f"Got no upload to {repository!r} ({reason}), expected the Hub to accept it. Fix: log in with "
             "hf auth login, with a token that may write there, and look at the connection (HF_HUB_OFFLINE too)."

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
 from helpers import forbid_network
 from hf_memeff import cli
@@ -102,6 +103,15 @@ def test_weights_in_a_pickle_are_refused(adapter: Path, hub: FakeHub) -> None:
     assert not hub.repositories and not hub.commits
 
 
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "memeff_config.json"])
+def test_a_needed_file_that_is_a_link_is_refused(name: str, adapter: Path, hub: FakeHub, tmp_path: Path) -> None:
+    (adapter / name).rename(tmp_path / name)
+    (adapter / name).symlink_to(tmp_path / name)
+    with pytest.raises(CardError, match=f"Got {name} as a link"):
+        push(adapter, "me/adapter", api=hub)
+    assert not hub.repositories
+
+
 @pytest.mark.parametrize("repository", ["/home/alice/adapter", "a/b/c", "me/my adapter", "me/x.git"])
 def test_what_is_no_repository_is_refused(repository: str, adapter: Path, hub: FakeHub) -> None:
     with pytest.raises(CardError, match="expected a repository of yours on the Hub"):
@@ -127,6 +137,26 @@ def test_a_path_of_this_machine_in_any_file_is_refused(name: str, adapter: Path,
 def test_a_refusal_of_the_hub_is_one_error_with_the_way_out(adapter: Path) -> None:
     with pytest.raises(CardError, match=r"Got no upload to 'me/adapter'.*hf auth login"):
         push(adapter, "me/adapter")  # the tests run with HF_HUB_OFFLINE=1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        HfHubHTTPError.__bases__[0]("connection refused"),
+        LocalTokenNotFoundError("no token"),
+        ValueError("Invalid metadata in README.md.\n- base_model"),
+    ],
+)
+def test_each_way_to_fail_is_told_in_one_line(
+    error: Exception, adapter: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(hub, "create_commit", fail)
+    with pytest.raises(CardError, match=r"Got no upload to 'me/adapter' \(") as caught:
+        push(adapter, "me/adapter", api=hub)
+    assert "\n" not in str(caught.value) and str(error).split()[-1] in str(caught.value)
 
 
 def test_the_command_renders_and_publishes(
