@@ -60,7 +60,7 @@ def push(folder: Path, repository: str, *, private: bool = False, api: Any = Non
     links = [name for name in _NEEDED if (folder / name).is_symlink()]
     if links:
         raise CardError(
-            f"Got {links[0]} as a link in {folder}, expected the file itself, since a link may lead to anything on this "
+            f"Got {links[0]} as a link in {folder}, expected the file itself, since a link may lead anywhere on this "
             "machine. Fix: copy the file into the folder."
         )
     operations = [CommitOperationAdd(path_in_repo=path.name, path_or_fileobj=str(path)) for path in files]
