@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.conftest import learnt, pointing
+from hf_memeff.benchmarks.sage_methods import SALIENCIES
 from hf_memeff.benchmarks.sage_plot import plot_cosines, plot_learning
 
 
@@ -32,6 +34,17 @@ def test_cosines_against_the_budget(cosines, tmp_path: Path) -> None:
     assert ">SAGE, random<" not in text
     assert plot_cosines([c for c in cosines if c.adapter == "random"], tmp_path / "b.svg")
     assert "after training" not in (tmp_path / "b.svg").read_text()
+
+
+def test_every_saliency_can_be_drawn(learning, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = [pointing(name, 0.25, (0.4, 0.5)) for name in SALIENCIES]
+    assert plot_cosines(found, tmp_path / "a.svg")
+    runs = [*learning, *(learnt(f"sage-{name}", 0, 1.3, 0.25) for name in SALIENCIES)]
+    assert plot_learning(runs, "gsm8k", tmp_path / "b.svg")
+    for name in SALIENCIES:
+        for picture in ("a.svg", "b.svg"):
+            assert f">SAGE, {name.replace('_', ' ')}<" in (tmp_path / picture).read_text()
 
 
 def test_without_results_or_matplotlib_nothing_is_drawn(
