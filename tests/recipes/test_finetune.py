@@ -22,8 +22,9 @@ from hf_memeff.recipes.card import CardOptions, write_card
 from hf_memeff.recipes.card_fields import CardError
 from hf_memeff.recipes.errors import RecipeError, require_packages
 from hf_memeff.recipes.finetune import CURVE_NAME, finetune
-from hf_memeff.recipes.model_source import ModelUnavailableError, find_smollm2
+from hf_memeff.recipes.model_source import ModelUnavailableError, find_smollm2, load_model, load_tokenizer
 from hf_memeff.recipes.results import RESULTS_NAME, RunResult, read_result
+from hf_memeff.recipes.training_data import load_data
 
 ADAPTER = "adapter_model.safetensors"
 
@@ -103,7 +104,7 @@ def test_a_run_leaves_its_results(run: Runner, trained: RunResult) -> None:
 
 def test_an_adapter_loads_in_stock_peft(run: Runner, trained: RunResult) -> None:
     """In a process where this package cannot be imported; the loss is the one that the run reports."""
-    rows = recipe.load_data(recipe.parse_plan(run.config("sft")).run).test
+    rows = load_data(recipe.parse_plan(run.config("sft")).run).test
     code = f"""
 import torch, sys
 from peft import AutoPeftModelForCausalLM
@@ -172,7 +173,7 @@ def test_dpo_starts_at_its_reference_and_moves(run: Runner, method: str, words: 
 
 
 def test_a_dry_run_says_config_and_batch_and_loads_no_weights(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipe, "load_model", lambda *args, **kwargs: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(recipe, "load_base", lambda *args, **kwargs: pytest.fail("weights were loaded"))
     for trainer, shape in (("sft", "input_ids (2, "), ("dpo", "input_ids (4, ")):
         run.said.clear()
         assert run("dry", trainer=trainer, dry_run=True) is None
@@ -201,7 +202,7 @@ def test_what_cannot_work_is_refused_before_the_model_loads(
 ) -> None:
     texts = run.folder / "texts.jsonl"
     texts.write_text('{"text": "one"}\n{"text": "two"}\n', encoding="utf-8")
-    monkeypatch.setattr(recipe, "load_model", lambda *args, **kwargs: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(recipe, "load_base", lambda *args, **kwargs: pytest.fail("weights were loaded"))
     with pytest.raises(error, match=part):
         run("refused", **{name: str(texts) if value == "TEXTS" else value for name, value in fields.items()})
 
@@ -211,7 +212,7 @@ def test_answers_do_not_depend_on_their_batch(run: Runner, trained: RunResult) -
     from hf_memeff.recipes import answers
 
     source = find_smollm2(run.fields["model_name_or_path"])
-    model, tokenizer = recipe.load_model(source), recipe.load_tokenizer(source)
+    model, tokenizer = load_model(source), load_tokenizer(source)
     prompts = ["a", "a much longer prompt", "middle one"]
     together = answers._answers(model, tokenizer, prompts, 6)
     assert together == [answers._answers(model, tokenizer, [prompt], 6)[0] for prompt in prompts]
