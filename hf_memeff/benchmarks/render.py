@@ -65,6 +65,7 @@ def _sage_blocks(
     }
     for name in DATA_SETS:
         contents[f"sage-learning-{name}"] = sage_tables.learning_table(learning, name)
+        contents[f"sage-learning-{name}-rates"] = sage_tables.other_rates_table(learning, name)
         contents[f"sage-learning-{name}-note"] = sage_tables.learning_note(learning, name)
     return contents
 

@@ -22,7 +22,7 @@ from hf_memeff.benchmarks.sage_plot import plot_cosines, plot_learning
 from hf_memeff.benchmarks.sage_results import CosineResult, LearningResult, StepResult, learning_key
 from hf_memeff.benchmarks.sage_runs import SEEDS, LearningPlan, best_rate, planned_runs
 from hf_memeff.benchmarks.sage_steps import StepPlan, Steps, planned_steps, read_ids
-from hf_memeff.benchmarks.sage_tables import cosine_table, learning_table, steps_table
+from hf_memeff.benchmarks.sage_tables import cosine_table, learning_table, other_rates_table, steps_table
 from hf_memeff.benchmarks.sage_text import DATA_SETS, DataError, in_order, read_rows, read_texts
 from hf_memeff.benchmarks.shelf import Shelf, joined
 
@@ -90,6 +90,16 @@ def add_command(commands: Any) -> None:
         default=list(SEEDS),
         metavar="N",
         help=f"of training; the first chooses LoRA's learning rate (default: {' '.join(map(str, SEEDS))})",
+    )
+    parser.add_argument(
+        "--rates",
+        nargs="+",
+        type=float,
+        choices=LearningPlan.rates,
+        default=[],
+        metavar="R",
+        help=f"learning rates to train with, out of the three that LoRA is tried with, "
+        f"{' '.join(map(str, LearningPlan.rates))} (default: LoRA's best)",
     )
     parser.add_argument(
         "--steps",
@@ -182,6 +192,7 @@ class _Session:
             methods=self.arguments.methods,
             budgets=self.arguments.budgets,
             seeds=self.arguments.seeds,
+            rates=self.arguments.rates,
         )
         bench = Learning(
             plan,
@@ -223,7 +234,11 @@ class _Session:
         for name in DATA_SETS:
             plot_learning(runs, name, output / f"sage_learning_{name}.svg")
         plot_cosines(cosines, output / "sage_cosine.svg")
-        learned = {DATA_SETS[name].title: learning_table(runs, name) for name in DATA_SETS}
+        learned = {
+            f"{DATA_SETS[name].title}{words}": made(runs, name)
+            for name in DATA_SETS
+            for words, made in (("", learning_table), (", other learning rates", other_rates_table))
+        }
         tables = {"Steps": steps_table(steps), **learned, "Gradients": cosine_table(cosines)}
         tables["Claims"] = claims_table(runs, steps, cosines)
         print("\n\n".join(f"{title}\n{text}" for title, text in tables.items()))

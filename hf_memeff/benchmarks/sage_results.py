@@ -70,8 +70,8 @@ def method_key(method: SageMethod) -> str:
 
 
 def learning_key(dataset: str, method: SageMethod, seed: int, learning_rate: float) -> str:
-    """Name of a run's file: the rate is in it for LoRA alone, which has several with one seed."""
-    rate = f"-lr{learning_rate:g}" if method.name == "lora" else ""
+    """Name of a run's file; the base model, which has no rate, has none in it."""
+    rate = f"-lr{learning_rate:g}" if learning_rate else ""
     return f"{dataset}-{method_key(method)}{rate}-seed{seed}"
 
 

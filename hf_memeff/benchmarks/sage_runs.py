@@ -69,6 +69,7 @@ def planned_runs(
     methods: Sequence[str] = (),
     budgets: Sequence[float],
     seeds: Sequence[int] = SEEDS,
+    rates: Sequence[float] = (),
 ) -> list[Run]:
     """The runs that a command line asks for, the most telling first, since they may be interrupted.
 
@@ -81,6 +82,7 @@ def planned_runs(
         methods: names out of `LEARNING_NAMES`; empty for all.
         budgets: of SAGE.
         seeds: the first one chooses the rate. MeSP's gradients are LoRA's, so that it runs on this one alone.
+        rates: out of the plan's, to train with instead of LoRA's best.
 
     Returns:
         The runs, none twice.
@@ -92,12 +94,13 @@ def planned_runs(
     runs: list[Run] = []
     for dataset in datasets:
         runs += [Run(dataset, LORA, seeds[0], rate) for rate in plan.rates]
-        runs += [Run(dataset, method, seeds[0]) for method in first]
-        # LoRA with a seed is what the share recovered with that seed is taken of, so it is never left out.
-        runs += [Run(dataset, LORA, seed) for seed in seeds[1:]]
-        runs += [Run(dataset, method, seed) for seed in seeds[1:] for method in first]
-        runs += [Run(dataset, MESP, seeds[0])] if MESP.name in names else []
-        runs += [Run(dataset, method, seed) for seed in seeds for method in rest]
+        for rate in rates or (None,):
+            runs += [Run(dataset, method, seeds[0], rate) for method in first]
+            # LoRA with a seed is what the share recovered with that seed is taken of, so it is never left out.
+            runs += [Run(dataset, LORA, seed, rate) for seed in seeds[1:]]
+            runs += [Run(dataset, method, seed, rate) for seed in seeds[1:] for method in first]
+            runs += [Run(dataset, MESP, seeds[0], rate)] if MESP.name in names else []
+            runs += [Run(dataset, method, seed, rate) for seed in seeds for method in rest]
     return runs
 
 

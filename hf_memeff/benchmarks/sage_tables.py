@@ -10,7 +10,7 @@ from hf_memeff.benchmarks.sage_cosine import RANDOM, TRAINED, planned_cosines
 from hf_memeff.benchmarks.sage_learning import BASE
 from hf_memeff.benchmarks.sage_methods import BUDGETS, LORA, MESP, SALIENCIES, SageMethod, expand
 from hf_memeff.benchmarks.sage_results import CosineResult, LearningResult, StepResult
-from hf_memeff.benchmarks.sage_runs import LEARNING_NAMES, SEEDS
+from hf_memeff.benchmarks.sage_runs import LEARNING_NAMES, SEEDS, best_rate
 from hf_memeff.benchmarks.sage_steps import CHECKPOINTING, planned_steps
 from hf_memeff.benchmarks.tables import NOT_MEASURED, table
 
@@ -18,32 +18,40 @@ HEADLINE_BUDGET = 0.25
 _DESCENDING = sorted(BUDGETS, reverse=True)
 
 
-def chosen_lora(results: Iterable[LearningResult], dataset: str) -> dict[int, LearningResult]:
-    """LoRA's runs by seed: of several rates, the one with the lowest held-out loss."""
-    chosen: dict[int, LearningResult] = {}
+def tried_rates(results: Iterable[LearningResult], dataset: str) -> dict[float, LearningResult]:
+    """LoRA's runs on its first seed by their learning rate, ascending."""
     own = [result for result in results if result.dataset == dataset and result.method == LORA.name]
-    for result in sorted(own, key=lambda result: result.test_loss, reverse=True):
-        chosen[result.seed] = result
-    return chosen
+    first = min((result.seed for result in own), default=0)
+    tried = {result.learning_rate: result for result in own if result.seed == first}
+    return dict(sorted(tried.items()))
 
 
-def runs_of(results: Iterable[LearningResult], dataset: str, method: SageMethod) -> list[LearningResult]:
-    """A method's runs, one per seed."""
-    if method == LORA:
-        return sorted(chosen_lora(results, dataset).values(), key=lambda result: result.seed)
-    wanted = dataset, method.name, method.token_budget
-    return [result for result in results if (result.dataset, result.method, result.token_budget) == wanted]
+def main_rate(results: Sequence[LearningResult], dataset: str) -> float | None:
+    """LoRA's best rate of those tried, which every method runs with; None without LoRA."""
+    tried = tried_rates(results, dataset)
+    return best_rate(results, dataset, list(tried)) if tried else None
 
 
-def recovered_shares(results: Sequence[LearningResult], dataset: str, method: SageMethod) -> dict[int, float]:
-    """(base - method) / (base - LoRA) in held-out loss, by seed; LoRA is the one with the same seed."""
+def runs_of(
+    results: Sequence[LearningResult], dataset: str, method: SageMethod, rate: float | None = None
+) -> list[LearningResult]:
+    """A method's runs with a learning rate, by default LoRA's best, in order of their seeds."""
+    wanted = dataset, method.name, method.token_budget, main_rate(results, dataset) if rate is None else rate
+    own = [r for r in results if (r.dataset, r.method, r.token_budget, r.learning_rate) == wanted]
+    return sorted(own, key=lambda result: result.seed)
+
+
+def recovered_shares(
+    results: Sequence[LearningResult], dataset: str, method: SageMethod, rate: float | None = None
+) -> dict[int, float]:
+    """(base - method) / (base - LoRA) in held-out loss, by seed; LoRA is the one with the same seed and rate."""
     base = next((r.test_loss for r in results if r.dataset == dataset and r.method == BASE), None)
-    lora = chosen_lora(results, dataset)
+    lora = {result.seed: result.test_loss for result in runs_of(results, dataset, LORA, rate)}
     if base is None:
         return {}
     return {
-        result.seed: (base - result.test_loss) / (base - lora[result.seed].test_loss)
-        for result in runs_of(results, dataset, method)
+        result.seed: (base - result.test_loss) / (base - lora[result.seed])
+        for result in runs_of(results, dataset, method, rate)
         if result.seed in lora
     }
 
@@ -77,18 +85,33 @@ def learning_table(results: Sequence[LearningResult], dataset: str) -> str:
 def learning_note(results: Sequence[LearningResult], dataset: str) -> str:
     """How the runs were done, and the learning rates that LoRA was tried with."""
     base = next((r for r in results if r.dataset == dataset and r.method == BASE), None)
-    lora = [r for r in results if (r.dataset, r.method) == (dataset, LORA.name)]
-    if base is None or not lora:
+    tried = tried_rates(results, dataset)
+    if base is None or not tried:
         return NOT_MEASURED
-    run, first_seed = lora[0], min(result.seed for result in lora)
-    tried = sorted((result.learning_rate, result.test_loss) for result in lora if result.seed == first_seed)
-    rates = ", ".join(f"{rate:g} ({loss:.4f})" for rate, loss in tried)
+    run = next(iter(tried.values()))
+    rates = ", ".join(f"{rate:g} ({result.test_loss:.4f})" for rate, result in tried.items())
     return (
         f"{run.model}, rank {run.rank} on every linear layer, fp32, {run.steps} steps of {run.rows_per_step} rows of "
         f"at most {run.longest_row} tokens, questions as a {run.prompt}, loss over {base.test_tokens} answer tokens of "
-        f"{base.test_rows} held-out rows; LoRA's learning rates and their test loss with seed {first_seed}: {rates}; "
+        f"{base.test_rows} held-out rows; LoRA's learning rates and their test loss with seed {run.seed}: {rates}; "
         "the best of them for every method"
     )
+
+
+def other_rates_table(results: Sequence[LearningResult], dataset: str) -> str:
+    """What methods learnt with the rates that are not LoRA's best; those without a run are left out."""
+    rows = []
+    for rate in tried_rates(results, dataset):
+        for method in expand(LEARNING_NAMES, _DESCENDING):
+            own = runs_of(results, dataset, method, rate)
+            if rate == main_rate(results, dataset) or method == LORA or not own:
+                continue
+            shares = list(recovered_shares(results, dataset, method, rate).values())
+            losses = [[r.test_loss for r in runs] for runs in (own, runs_of(results, dataset, LORA, rate))]
+            seeds = ", ".join(str(result.seed) for result in own)
+            rows.append([f"{rate:g}", method.title, seeds, *(_mean(each, 4) for each in losses), _mean(shares, 3)])
+    header = ["learning rate", "method", "seeds", "test loss", "LoRA's test loss", "share of LoRA's improvement"]
+    return table(header, rows) if rows else NOT_MEASURED
 
 
 def method_rows(steps: Sequence[StepResult], cosines: Sequence[CosineResult]) -> list[list[str]]:

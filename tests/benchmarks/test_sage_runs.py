@@ -32,6 +32,15 @@ def test_what_is_not_asked_for_is_not_run_but_lora_always() -> None:
     assert told == {("lora", None, 4), ("lora", None, 5), ("sage-random", 0.25, 4), ("sage-random", 0.25, 5)}
 
 
+def test_a_rate_that_is_asked_for_is_lora_s_too() -> None:
+    runs = planned_runs(
+        LearningPlan(), datasets=["gsm8k"], methods=["sage-random"], budgets=[0.25], seeds=[4, 5], rates=[1e-3]
+    )
+    told = [(r.method.name, r.seed, r.rate) for r in runs]
+    chosen = [("lora", 4, rate) for rate in (3e-4, 1e-3, 3e-3)]
+    assert told == [*chosen, ("sage-random", 4, 1e-3), ("lora", 5, 1e-3), ("sage-random", 5, 1e-3)]
+
+
 def test_the_best_rate_needs_all_and_skips_what_diverged(learning) -> None:
     rates = (3e-4, 1e-3)
     slow, fast = (r for r in learning if r.method == "lora" and r.seed == 0)

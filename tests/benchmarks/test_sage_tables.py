@@ -10,13 +10,15 @@ import pytest
 from hf_memeff.benchmarks.sage_methods import LORA, SageMethod
 from hf_memeff.benchmarks.sage_steps import CHECKPOINTING
 from hf_memeff.benchmarks.sage_tables import (
-    chosen_lora,
     cosine_table,
     cosine_variants_table,
     learning_note,
     learning_table,
+    main_rate,
     method_rows,
+    other_rates_table,
     recovered_shares,
+    runs_of,
     steps_table,
     time_ratio,
 )
@@ -33,11 +35,9 @@ def test_recovered_is_of_lora_s_improvement_with_the_same_seed(learning) -> None
     shares = recovered_shares(learning, "gsm8k", SageMethod("sage-gradient", 0.25))
     assert shares == pytest.approx({0: 0.98 / 1.0, 1: 0.88 / 0.9, 2: 0.78 / 0.8})
     assert recovered_shares(learning, "gsm8k", LORA) == {0: 1.0, 1: 1.0, 2: 1.0}
-    assert {seed: run.learning_rate for seed, run in chosen_lora(learning, "gsm8k").items()} == {
-        0: 1e-3,
-        1: 1e-3,
-        2: 1e-3,
-    }
+    assert [run.learning_rate for run in runs_of(learning, "gsm8k", LORA)] == [1e-3] * 3
+    assert main_rate([run for run in learning if run.seed], "gsm8k") == 1e-3  # of the seeds that are there
+    assert main_rate(learning, "boolq") is None
     assert recovered_shares(learning, "boolq", LORA) == {}
     assert recovered_shares(learning[1:], "gsm8k", LORA) == {}
     without = [r for r in learning if (r.method, r.seed) != ("lora", 2)]
@@ -55,6 +55,17 @@ def test_the_learning_table_names_missing_seeds(learning) -> None:
     assert table["MeSP"][-1] == "seed 0"
     assert len(table) == 2 + 1 + 2 + 5 * 3
     assert learning_table(learning, "boolq") == NOT_MEASURED
+
+
+def test_another_rate_is_judged_by_lora_with_that_rate_and_stays_out_of_the_main_table(learning) -> None:
+    assert other_rates_table(learning, "gsm8k") == NOT_MEASURED
+    other = [
+        replace(learning[-1], method="sage-gradient", token_budget=0.25, seed=0, learning_rate=3e-4, test_loss=1.6)
+    ]
+    assert learning_table([*learning, *other], "gsm8k") == learning_table(learning, "gsm8k")
+    table = rows(other_rates_table([*learning, *other], "gsm8k"))
+    assert table["0.0003"] == ["SAGE, gradient, 0.25", "0", "1.6000", "1.5000", "0.800"]
+    assert len(table) == 3
 
 
 def test_the_note_has_every_rate_that_was_tried(learning) -> None:
