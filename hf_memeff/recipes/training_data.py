@@ -65,7 +65,7 @@ def load_data(run: RunArguments, text_field: str = "text") -> RunData:
         found = DatasetDict({"train": _shipped("train", run.trainer), "test": _shipped("held_out", run.trainer)})
         train_split, test_split = "train", "test"
     else:
-        found = _read(run.dataset_name, run.dataset_config)
+        found = read_dataset(run.dataset_name, run.dataset_config)
         train_split, test_split = run.dataset_train_split, run.dataset_test_split
         if len(found) == 1 and Path(run.dataset_name).expanduser().is_file():
             train_split = "train"
@@ -74,7 +74,7 @@ def load_data(run: RunArguments, text_field: str = "text") -> RunData:
     train = _checked(found[train_split], run, text_field, train_split, run.dataset_train_rows)
     test = None
     if run.dataset_test_name is not None:
-        held_out = _read(run.dataset_test_name, run.dataset_config)
+        held_out = read_dataset(run.dataset_test_name, run.dataset_config)
         test_split = next(iter(held_out)) if len(held_out) == 1 else test_split
         if test_split not in held_out:
             raise _no_split(run.dataset_test_name, test_split, held_out)
@@ -181,7 +181,16 @@ def _preference(row: InstructionRow) -> dict[str, str]:
     return {"prompt": f"{SYSTEM_PROMPT}\n{row.note}\n", "chosen": row.ticket, "rejected": json.dumps(wrong)}
 
 
-def _read(name: str, config: str | None) -> DatasetDict:
+def read_dataset(name: str, config: str | None) -> DatasetDict:
+    """The splits of a file, a folder or a data set on the Hub.
+
+    Args:
+        name: path or Hub id.
+        config: configuration of a Hub data set.
+
+    Raises:
+        RecipeError: there is no such file or data set, or it cannot be read.
+    """
     path = Path(name).expanduser()
     try:
         if path.is_file():
