@@ -12,14 +12,14 @@ from torch import nn
 
 from hf_memeff.blocks.arguments import CACHE_NAMES, filled_cache
 from hf_memeff.blocks.attach_salient import dense_layers, look_for_salient_blocks, read_batches, salient_note
-from hf_memeff.blocks.attached import OPTIONS, attached_forward, attached_options
+from hf_memeff.blocks.attached import OPTIONS, attached_forward, attached_options, owners
 from hf_memeff.blocks.batch_tokens import enter_decoder, enter_model, leave
 from hf_memeff.blocks.block import BlockForward, hand_over, strict_message
 from hf_memeff.blocks.causal_loss import attach_loss, detach_loss, loss_report
 from hf_memeff.blocks.layouts import Layout, NormConvention, layout_of, norm_convention, part
 from hf_memeff.blocks.linear import LinearPlan, WeightLinear, plan_linear
 from hf_memeff.blocks.options import EngineOptions
-from hf_memeff.blocks.readout import attach_readout, detach_readout
+from hf_memeff.blocks.readout import detach_readout
 from hf_memeff.blocks.selfcheck import check_block, needs_weights
 from hf_memeff.blocks.status import MemeffStatus, PathReport
 from hf_memeff.blocks.store import make_store
@@ -36,8 +36,8 @@ def attach_blocks(model: nn.Module, options: EngineOptions) -> None:
         options: how blocks and loss run.
 
     Raises:
-        ValueError: a dense layer's index is out of range, or tokens are to be chosen by attention and no block's can be
-            scored.
+        ValueError: a dense layer's index is out of range, or tokens are to be left out by a score that the model does
+            not give: no block's attention can be scored, or it cannot be read early.
         RuntimeError: ``strict`` and a block cannot run structured, or ``tiled_loss="always"`` on a model without a
             causal LM head.
         ActivationStoreError: the store's folder cannot be used.
@@ -70,7 +70,7 @@ def attach_blocks(model: nn.Module, options: EngineOptions) -> None:
             raise RuntimeError(strict_message(type(model).__name__, "no decoder block was found in it"))
         if options.salient is not None and options.salient.token_budget != 1.0:
             look_for_salient_blocks(model, options)
-        for parent in _parents(model, [layer for _, layer in layers]):
+        for parent in owners(model, [layer for _, layer in layers]):
             if options.salient is not None:
                 read_batches(parent, enter_decoder)
             if "use_cache" in inspect.signature(type(parent).forward).parameters:
@@ -78,8 +78,6 @@ def attach_blocks(model: nn.Module, options: EngineOptions) -> None:
             parent.register_forward_hook(return_no_cache)
         if options.salient is not None:
             read_batches(model, enter_model)
-            if options.salient.saliency == "loss" and layers:
-                attach_readout(model, _parents(model, [layer for _, layer in layers]), "loss")
         _swap_factors(model, nn.Linear, WeightLinear)
         attach_loss(model, options)
     except BaseException:
@@ -233,16 +231,6 @@ def _distinct(layer: nn.Module, forward: BlockForward) -> tuple[Any, ...]:
     weights = tuple((n, tuple(p.shape), p.dtype, p.device, p.requires_grad) for n, p in layer.named_parameters())
     implementation = getattr(getattr(attention, "config", None), "_attn_implementation", None)
     return type(layer), kinds, weights, tuple(sorted(plain.items(), key=str)), implementation
-
-
-def _parents(model: nn.Module, layers: list[nn.Module]) -> Iterator[nn.Module]:
-    """The modules whose forward runs the blocks: owners of a list that holds attached blocks."""
-    wanted = {id(layer) for layer in layers}
-    for module in model.modules():
-        for child in module.children():
-            if isinstance(child, nn.ModuleList) and any(id(c) in wanted for c in child):
-                yield module
-                break
 
 
 def build_no_cache(

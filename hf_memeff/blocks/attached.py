@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import nn
 
 from hf_memeff.blocks.block import BlockForward
@@ -24,3 +26,13 @@ def attached_forward(layer: nn.Module) -> BlockForward | None:
         if isinstance(forward, BlockForward):
             return forward
     return None
+
+
+def owners(model: nn.Module, layers: list[nn.Module]) -> Iterator[nn.Module]:
+    """The modules whose forward runs some layers: those with a list that holds one of them."""
+    wanted = {id(layer) for layer in layers}
+    for module in model.modules():
+        for child in module.children():
+            if isinstance(child, nn.ModuleList) and any(id(c) in wanted for c in child):
+                yield module
+                break

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_memeff.blocks.batch_tokens import BatchTokens
+from hf_memeff.blocks.batch_tokens import BatchTokens, packed_segments
 from hf_memeff.ops.attention import ScoreRule, flash_forward, rows_attention
 
 NAME = "hf_memeff_probe"
@@ -188,18 +188,12 @@ def score_rule(
         window = kwargs.get("sliding_window")
         real = mask.bool() if mask is not None else None
         packed = mask is None and tokens.segments is not None and len(tokens.segments) == 1
-        segments = tokens.segments if packed else _segments_of(kwargs.get("cu_seq_lens_q"), length)
+        cumulative = kwargs.get("cu_seq_lens_q")
+        segments = tokens.segments if packed else None
+        if segments is None and cumulative is not None:
+            segments = packed_segments(cumulative, length)
         return ScoreRule(**common, causal=causal, window=window, real=real, segments=segments)
     raise UnscorableAttention(f"its attention mask is a {type(mask).__name__} {tuple(getattr(mask, 'shape', ()))}")
-
-
-def _segments_of(cumulative: Tensor | None, length: int) -> Tensor | None:
-    """(1, S) numbers of packed sequences from their cumulative lengths, as flash kernels take them."""
-    if cumulative is None:
-        return None
-    starts = torch.zeros(1, length, dtype=torch.int64, device=cumulative.device)
-    inner = cumulative[1:-1].long()
-    return starts.index_fill_(1, inner[inner < length], 1).cumsum(1)
 
 
 def _rows_of(block_mask: Any, length: int) -> Callable[[Tensor], Tensor]:

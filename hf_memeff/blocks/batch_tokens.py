@@ -32,8 +32,10 @@ class BatchTokens:
         targets: (B, S) int64, the label that each row predicts, -100 for none; ``None`` without labels.
         real: (B, S) bool, tokens that are not padding; ``None`` where nothing is padded.
         segments: (B, S) int64, number of the packed sequence a token belongs to; ``None`` for one sequence per row.
-        content: the call's input ids, or one feature of its embeddings. The random selection is seeded from it and from
-            the run's seed, so that it needs no state: a re-run, a resumed run and every block draw the same tokens.
+        content: the call's input ids, or one feature of its embeddings.
+        state: checksum of the CPU generator's state when the model was called. The random selection is seeded from it
+            and from the content: epochs draw anew, while a re-run and every block of a call draw the same tokens, a
+            resumed run those of an uninterrupted one, and the generator stays where LoRA would have it.
         compiled: whether the call is part of a compiled model's.
         readout: the end of the model, where it is read early.
     """
@@ -42,6 +44,7 @@ class BatchTokens:
     real: Tensor | None = None
     segments: Tensor | None = None
     content: Tensor | None = field(default=None, repr=False)
+    state: int = 0
     compiled: bool = False
     readout: Readout | None = field(default=None, repr=False)
     _found: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -52,13 +55,15 @@ class BatchTokens:
         return None if self.targets is None else self.targets != IGNORED
 
     def likely_loss(self, hidden: Tensor) -> Tensor | None:
-        """How much each row's prediction is likely to cost, (B, S), from a block's input (B, S, D); ``None`` where
-        the model cannot be read early.
+        """How much each row's prediction is likely to cost, (B, S), from a block's input (B, S, D); ``None`` without
+        labels, and where the model cannot be read early.
         """
-        if self.readout is None or self.targets is None:
+        if self.targets is None or self.readout is None or self.readout.unreadable(hidden.shape[-1]):
             return None
-        targets = self.targets.to(hidden.device)
-        return self.readout.scores(hidden, targets, targets != IGNORED)
+        targets, key = self.targets.to(hidden.device), ("places", hidden.device)
+        if key not in self._found:  # found once per call: an accelerator has to wait for it
+            self._found[key] = (targets != IGNORED).nonzero()
+        return self.readout.scores(hidden, targets, self._found[key])
 
     def always(self, shape: tuple[int, int], device: torch.device, sink_tokens: int, keep_last: bool) -> Tensor:
         """The tokens that are kept whatever their score, (B, S) bool; found once per call of the model."""
@@ -97,7 +102,7 @@ class BatchTokens:
         """Random tokens, the same for every block of the call."""
         key = "random", shape, device, count
         if key not in self._found:
-            scores = random_saliency(shape, _seed(self.content), device)
+            scores = random_saliency(shape, _seed(self.content, self.state), device)
             self._found[key] = select(scores, self.real_on(device), always, count)
         return self._found[key]
 
@@ -198,8 +203,9 @@ def read_tokens(
     tokens = BatchTokens(
         _targets(named.get("labels"), named.get("shift_labels"), shape, shifted=not labelled_rows),
         _real(named.get("attention_mask"), shape),
-        _segments(named.get("position_ids")),
+        _segments(named.get("position_ids"), named.get("cu_seq_lens_q"), shape),
         _content(ids, embeddings),
+        zlib.crc32(torch.get_rng_state().numpy().tobytes()),
     )
     if outer is None:
         return tokens
@@ -208,7 +214,7 @@ def read_tokens(
         if getattr(tokens, name) is None and theirs is not None and (shape is None or theirs.shape == shape):
             setattr(tokens, name, theirs)
     tokens.content = outer.content if outer.content is not None else tokens.content
-    tokens.compiled = outer.compiled
+    tokens.state, tokens.compiled = outer.state, outer.compiled
     return tokens
 
 
@@ -231,12 +237,23 @@ def _real(mask: Any, shape: torch.Size | None) -> Tensor | None:
     return mask.bool()
 
 
-def _segments(positions: Any) -> Tensor | None:
-    """Packed sequences: a position that does not follow the one before it starts a new one."""
-    if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] < 2:
-        return None
-    restarts = positions[:, 1:] != positions[:, :-1] + 1
-    return nn.functional.pad(restarts.long().cumsum(1), (1, 0))
+def _segments(positions: Any, cumulative: Any, shape: torch.Size | None) -> Tensor | None:
+    """Packed sequences: a position that does not follow the one before it starts a new one; without positions, by the
+    cumulative lengths that flash kernels take.
+    """
+    if isinstance(positions, Tensor) and positions.dim() == 2 and positions.shape[1] >= 2:
+        restarts = positions[:, 1:] != positions[:, :-1] + 1
+        return nn.functional.pad(restarts.long().cumsum(1), (1, 0))
+    if positions is None and isinstance(cumulative, Tensor) and shape is not None and shape[0] == 1:
+        return packed_segments(cumulative, shape[1])
+    return None
+
+
+def packed_segments(cumulative: Tensor, length: int) -> Tensor:
+    """(1, S) numbers of packed sequences from their cumulative lengths, as flash kernels take them."""
+    starts = torch.zeros(1, length, dtype=torch.int64, device=cumulative.device)
+    inner = cumulative[1:-1].long()
+    return starts.index_fill_(1, inner[inner < length], 1).cumsum(1)
 
 
 def _content(input_ids: Any, embeddings: Any) -> Tensor | None:
@@ -246,8 +263,9 @@ def _content(input_ids: Any, embeddings: Any) -> Tensor | None:
     return embeddings.detach()[..., 0].clone() if isinstance(embeddings, Tensor) and embeddings.dim() == 3 else None
 
 
-def _seed(content: Tensor | None) -> int:
-    if content is None:
-        return torch.initial_seed() % 2**63
-    data = content.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    return (torch.initial_seed() + zlib.crc32(data)) % 2**63
+def _seed(content: Tensor | None, state: int) -> int:
+    seed = torch.initial_seed() + state
+    if content is not None:
+        data = content.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        seed += zlib.crc32(data) << 31
+    return seed % 2**63

@@ -176,20 +176,11 @@ class BlockForward:
             return self.structured(layer, hidden, others, plans)
         assert self.salient is not None
         tokens = current_tokens() or (self._tokens_again(layer, hidden) if _in_backward() else BatchTokens())
-        asks_labels = self.salient.saliency == "loss" or (
-            self.salient.saliency == "attention" and self.salient.query_rows != "last"
-        )
-        if tokens.targets is None and asks_labels:
-            say_once(
-                "the model sees no labels (the trainer keeps them), so that SAGE scores the attention of each "
-                "sequence's last token alone"
-            )
-        least = self.salient.min_tokens
-        if self.salient.token_budget == "adaptive" and least > hidden.shape[1]:
-            say_once(f"min_tokens={least} is above the length of {hidden.shape[1]} tokens and stands for all of them")
         if self.unscored is None:
             self.unscored = self.look(layer)
         call = SalientCall(self.salient, tokens, whole=bool(self.unscored))
+        for notice in call.notices(*hidden.shape[1:]):
+            say_once(notice)
         return self.structured(layer, hidden, others, plans, call)
 
     def _tokens_again(self, layer: nn.Module, hidden: Tensor) -> BatchTokens:

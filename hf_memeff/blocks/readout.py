@@ -12,6 +12,8 @@ from hf_memeff.blocks.layouts import part
 from hf_memeff.ops.precision import accumulation_dtype
 from hf_memeff.ops.saliency import loss_saliency
 
+_MEAN_ROWS = 1024  # rows of a tile of the mean: a few MB
+
 FINAL_NORM = "_hf_memeff_final_norm"
 """Name, on an attached model, of its final norm's dotted name."""
 
@@ -29,17 +31,25 @@ class Readout:
     head: nn.Module
     _mean: Tensor | None = field(default=None, repr=False)
 
-    def scores(self, hidden: Tensor, targets: Tensor, labelled: Tensor) -> Tensor | None:
-        """``loss_saliency`` of a block's input (B, S, D), or ``None`` where the weights are not here as a whole (a
-        sharded model between its gathers).
+    def unreadable(self, width: int) -> str:
+        """Why hidden states of that width cannot be read at this moment, or an empty string: weights come and go where
+        they are sharded or offloaded.
         """
-        weight = _weight(self.head)
-        if weight is None or weight.is_meta or weight.shape[-1] != hidden.shape[-1]:
-            return None
-        with torch.no_grad():
-            if self._mean is None:
-                self._mean = weight.mean(0, dtype=accumulation_dtype(weight.dtype))
-            return loss_saliency(hidden, targets, labelled, self.norm, weight, self._mean.to(hidden.device))
+        weight = _matrix(self.head)
+        if weight is None or not all(map(_is_whole, (weight, *self.norm.parameters()))):
+            return "the weights of its final norm and output layer are not here as a whole (sharded or offloaded)"
+        return "" if weight.shape[1] == width else f"its output layer takes {weight.shape[1]} features, not {width}"
+
+    @torch.no_grad()
+    def scores(self, hidden: Tensor, targets: Tensor, places: Tensor) -> Tensor:
+        """``loss_saliency`` of a readable block's input (B, S, D) for the rows at ``places`` (n, 2)."""
+        weight = _matrix(self.head)
+        assert weight is not None
+        if self._mean is None:
+            self._mean = _mean_row(weight)
+        # not a call of the norm: hooks on it are told of the model's own use of it alone
+        norm, bias = self.norm.forward, getattr(self.head, "bias", None)
+        return loss_saliency(hidden, targets, places, norm, weight, self._mean.to(hidden.device), bias)
 
 
 def attach_readout(model: nn.Module, decoders: Iterable[nn.Module], saliency: str) -> None:
@@ -47,7 +57,7 @@ def attach_readout(model: nn.Module, decoders: Iterable[nn.Module], saliency: st
 
     Args:
         model: with attached blocks.
-        decoders: its modules that run the blocks.
+        decoders: its modules that run the blocks, the language model's last.
         saliency: the setting that needs it, for the error.
 
     Raises:
@@ -55,7 +65,7 @@ def attach_readout(model: nn.Module, decoders: Iterable[nn.Module], saliency: st
     """
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None
-    weight = _weight(head) if head is not None else None
+    weight = _matrix(head) if head is not None else None
     reason = "it has no output layer whose weight is a plain matrix"
     if weight is not None:
         name = _final_norm(model, decoders, weight.shape[1])
@@ -80,17 +90,34 @@ def readout_of(model: nn.Module) -> Readout | None:
     return None if name is None else Readout(part(model, name), model.get_output_embeddings())
 
 
-def _weight(head: nn.Module) -> Tensor | None:
+def _matrix(head: nn.Module) -> Tensor | None:
+    """The output layer's weight (V, D), sharded (a DTensor) or on the meta device too; ``None`` if it is quantised."""
     weight = getattr(head, "weight", None)
-    plain = isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_floating_point()
-    return weight if plain and not hasattr(weight, "full_tensor") else None
+    if not isinstance(weight, Tensor) or weight.dim() != 2:
+        return None
+    known = type(weight.data) is Tensor or hasattr(weight, "full_tensor")
+    return weight if known and weight.is_floating_point() and weight.itemsize > 1 else None
+
+
+def _is_whole(weight: Tensor) -> bool:
+    return type(weight.data) is Tensor and not weight.is_meta and weight.numel() > 0
+
+
+def _mean_row(weight: Tensor) -> Tensor:
+    """Mean of the rows of (V, D), in tiles: a reduction that widens its input would copy the whole of it on a CPU."""
+    dtype = accumulation_dtype(weight.dtype)
+    total = torch.zeros(weight.shape[1], dtype=dtype, device=weight.device)
+    for tile in weight.split(_MEAN_ROWS):
+        total += tile.sum(0, dtype=dtype)
+    return total / len(weight)
 
 
 def _final_norm(model: nn.Module, decoders: Iterable[nn.Module], width: int) -> str | None:
     """The last child of a decoder that is called a norm and has a vector of that width as its weight."""
     names = {id(module): name for name, module in model.named_modules()}
-    for decoder in decoders:
+    for decoder in reversed(list(decoders)):
         for child, found in reversed(list(decoder.named_children())):
+            found = getattr(found, "original_module", found)  # PEFT's wrapper of a module that is trained and saved
             weight = getattr(found, "weight", None)
             if "norm" in type(found).__name__.lower() and isinstance(weight, Tensor) and weight.shape == (width,):
                 return f"{names[id(decoder)]}.{child}".lstrip(".")

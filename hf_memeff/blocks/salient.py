@@ -47,6 +47,26 @@ class SalientCall:
     tokens: BatchTokens
     whole: bool = False
 
+    def notices(self, length: int, width: int) -> list[str]:
+        """What a user should know about a call whose tokens, of that number and width, are not scored as asked for."""
+        settings, tokens, found = self.settings, self.tokens, []
+        by_labels = settings.saliency == "attention" and settings.query_rows != "last"
+        if tokens.targets is None and (by_labels or settings.saliency == "loss"):
+            found.append(
+                "the model sees no labels of tokens, so that SAGE scores the attention of each sequence's last token "
+                "alone: right for a classifier of sequences. Where a trainer keeps the labels to itself (label "
+                'smoothing, compute_loss_func), saliency="gradient" needs none'
+            )
+        elif settings.saliency == "loss":
+            reason = "another module runs the blocks" if tokens.readout is None else tokens.readout.unreadable(width)
+            if reason:
+                found.append(f'saliency="loss" cannot look at the model\'s end and goes by attention alone: {reason}')
+        if settings.token_budget == "adaptive" and settings.min_tokens > length:
+            found.append(
+                f"min_tokens={settings.min_tokens} is above the length of {length} tokens and stands for all of them"
+            )
+        return found
+
     def choose(self, scores: Tensor | None, shape: tuple[int, int], device: torch.device) -> KeptTokens:
         """Keep the most salient tokens of (B, S); ``scores`` (B, S) is ``None`` for a random choice."""
         settings, tokens = self.settings, self.tokens

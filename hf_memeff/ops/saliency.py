@@ -64,7 +64,7 @@ def attention_saliency(
     """
     batch, heads, length, size = q.shape
     total = torch.zeros(batch, length, dtype=accumulation_dtype(q.dtype), device=q.device)
-    whole = rows.shape[1] == length  # ascending and without repeats, so they are all rows
+    whole = alive is None and rows.shape[1] == length  # ascending and without repeats, so they are all rows
     if not whole:
         q = q.gather(2, rows[:, None, :, None].expand(-1, heads, -1, size))
         lse = lse.gather(2, rows[:, None].expand(-1, heads, -1)) if lse is not None else None
@@ -89,33 +89,45 @@ def attention_saliency(
 
 
 def loss_saliency(
-    hidden: Tensor, targets: Tensor, labelled: Tensor, norm: Callable[[Tensor], Tensor], weight: Tensor, mean: Tensor
+    hidden: Tensor,
+    targets: Tensor,
+    places: Tensor,
+    norm: Callable[[Tensor], Tensor],
+    weight: Tensor,
+    mean: Tensor,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """How much each row's prediction is likely to cost, by an early look through the model's output layer (ours; the
     logit lens of nostalgebraist, 2020, for the label alone).
 
-    With z_i = norm(h_i) . (w_label(i) - mean(w)), the label's logit above the vocabulary's mean, the score is
-    sigmoid((mean(z) - z_i) / std(z)), mean and deviation over the labelled rows of the sequence: one dot product a row,
-    no logits.
+    With z_i = norm(h_i) . (w_label(i) - mean(w)), and the biases' difference where there are some, that is the label's
+    logit above the vocabulary's mean, the score is sigmoid((mean(z) - z_i) / std(z)), mean and deviation over the rows
+    of a sequence that predict a label: one dot product a row, no logits. A scale or a softcap of the logits does not
+    enter.
 
     Args:
         hidden: (B, S, D), a block's input.
         targets: (B, S) int64, the label that each row predicts, any value where there is none.
-        labelled: (B, S) bool, rows that predict a label.
+        places: (n, 2) int64, sequence and position of each row that predicts a label.
         norm: of the model's last hidden state.
-        weight: (V, D), of its output layer.
+        weight: (V, D), of its output layer, on any device.
         mean: (D,), the mean of the weight's rows.
+        bias: (V,), of its output layer.
 
     Returns:
         (B, S) in the accumulation dtype: between 0 and 1, 0 for rows without a label.
     """
     dtype = accumulation_dtype(hidden.dtype)
     z = torch.zeros(targets.shape, dtype=dtype, device=hidden.device)
-    places = labelled.nonzero()
+    labelled = torch.zeros(targets.shape, dtype=torch.bool, device=hidden.device)
+    labelled[places.unbind(1)] = True
     for tile in places.split(_READ_ROWS):
         rows, columns = tile.unbind(1)
-        direction = weight[targets[rows, columns].to(weight.device)].to(hidden.device, dtype) - mean
-        z[rows, columns] = (norm(hidden[rows, columns]).to(dtype) * direction).sum(-1)
+        labels = targets[rows, columns].to(weight.device)
+        direction = weight[labels].to(hidden.device, dtype) - mean
+        z[rows, columns] = (norm(hidden[rows, columns]).to(direction) * direction).sum(-1)
+        if bias is not None:
+            z[rows, columns] += (bias[labels] - bias.mean(dtype=dtype)).to(z)
     counts = labelled.sum(1, keepdim=True).clamp_min(1)
     centred = torch.where(labelled, z.sum(1, keepdim=True) / counts - z, 0.0)  # z is 0 where there is no label
     deviation = (centred.square().sum(1, keepdim=True) / counts).sqrt_()

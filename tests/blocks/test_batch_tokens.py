@@ -58,6 +58,19 @@ def test_padding_and_packing():
     assert read_tokens(Model(), (IDS, mask[None, None]), {}).real is None
 
 
+def test_packing_told_by_cumulative_lengths_alone():
+    """As a padding-free collator gives them that was asked for no positions."""
+    ids, lengths = torch.arange(6)[None], torch.tensor([0, 2, 5, 6], dtype=torch.int32)
+    tokens = read_tokens(Model(), (), {"input_ids": ids, "cu_seq_lens_q": lengths})
+    assert tokens.segments.tolist() == [[0, 0, 1, 1, 1, 2]]
+    kept = tokens.always((1, 6), torch.device("cpu"), 1, True)
+    assert kept.tolist() == [[True, True, True, False, True, True]]
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    both = read_tokens(Model(), (), {"input_ids": ids, "cu_seq_lens_q": lengths, "position_ids": positions})
+    assert both.segments.tolist() == [[0, 0, 0, 1, 1, 1]]
+    assert read_tokens(Model(), (IDS,), {"cu_seq_lens_q": lengths}).segments is None
+
+
 def test_a_decoder_with_more_rows_than_the_model_was_given_goes_by_its_own():
     """A soft prompt in front: the outer labels and padding are of other rows."""
     outer = read_tokens(Model(), (IDS,), {"labels": IDS, "attention_mask": torch.ones_like(IDS)})

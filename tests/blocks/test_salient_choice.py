@@ -73,6 +73,7 @@ def test_packed_sequences_keep_their_own_sinks_and_last_token(saliency, chosen):
 def test_random_tokens_are_the_same_in_every_layer_and_other_ones_for_another_batch(chosen):
     model = adapted("llama", torch.float32)
     with engine(model, strict=True, salient=sparse(saliency="random")):
+        torch.manual_seed(3)
         for seed in (1, 1, 2):
             ids = torch.randint(3, 100, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
             state = torch.get_rng_state()
@@ -80,6 +81,22 @@ def test_random_tokens_are_the_same_in_every_layer_and_other_ones_for_another_ba
             assert torch.equal(state, torch.get_rng_state())
             loss.backward()
     first, second, again, _, other, _ = (kept.positions for kept in chosen[-6:])
+    assert torch.equal(first, second) and torch.equal(first, again) and not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_random_tokens_of_a_batch_are_other_ones_in_another_epoch(dropout, chosen):
+    """A loader moves the generator on between epochs; dropout does within a call, in which every block draws alike."""
+    model, batch = adapted("llama", torch.float32, lora_dropout=dropout), token_batch(2, LENGTH)
+    with engine(model, strict=True, salient=sparse(saliency="random")):
+        torch.manual_seed(3)
+        state = torch.get_rng_state()
+        for _ in range(2):
+            model(**batch).loss.backward()
+            torch.rand(1)
+        torch.set_rng_state(state)
+        model(**batch).loss.backward()
+    first, second, other, _, again, _ = (kept.positions for kept in chosen[-6:])
     assert torch.equal(first, second) and torch.equal(first, again) and not torch.equal(first, other)
 
 

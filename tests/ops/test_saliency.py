@@ -54,6 +54,20 @@ def test_attention_from_all_rows(name, tile):
     assert got.sum().item() == pytest.approx(BATCH * HEADS * LENGTH)
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_a_sequence_asked_everywhere_beside_one_that_is_not(given):
+    """As a batch of a token classifier: as many slots as tokens, which hold all rows of one sequence alone."""
+    q, k, v = tensors()
+    _, lse, p = whole(q, k, v, RULES["causal"])
+    asked = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
+    asked[0], asked[1, [4, 9]] = True, True
+    rows, alive = query_positions(asked)
+    assert rows.shape == (BATCH, LENGTH) and alive is not None
+    expected = torch.stack([p[b][:, asked[b]].sum((0, 1)) for b in range(BATCH)])
+    got = attention_saliency(q, k, RULES["causal"], rows, alive, lse if given else None)
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
 def test_no_whole_matrix_is_built(monkeypatch):
     """With small tiles the largest tensor of scores stays below a fraction of the matrix."""
     q = torch.randn(1, 2, 512, 8)
@@ -107,29 +121,34 @@ def test_positions_of_the_rows_that_are_asked():
     assert none.shape == (2, 0) and alive is None
 
 
-def early_look(rows, hidden, targets, norm, weight):
+def early_look(rows, hidden, targets, norm, weight, bias):
     """``loss_saliency`` of one sequence from whole logits."""
-    logits = norm(hidden[rows]) @ weight.T
+    logits = norm(hidden[rows]) @ weight.T + bias
     z = logits.gather(1, targets[rows, None])[:, 0] - logits.mean(1)
     return torch.sigmoid((z.mean() - z) / z.std(unbiased=False))
 
 
-def test_likely_losses_are_those_of_the_label_s_logit_above_the_mean(monkeypatch):
+@pytest.mark.parametrize("biased", [False, True])
+def test_likely_losses_are_those_of_the_label_s_logit_above_the_mean(biased, monkeypatch):
     monkeypatch.setattr("hf_memeff.ops.saliency._READ_ROWS", 3)
     hidden, weight = torch.randn(2, 9, 5, dtype=torch.float64), torch.randn(7, 5, dtype=torch.float64)
+    bias = torch.randn(7, dtype=torch.float64) if biased else None
     targets, labelled = torch.randint(7, (2, 9)), torch.zeros(2, 9, dtype=torch.bool)
     labelled[0, 3:8], labelled[1, :2] = True, True
     norm = torch.nn.RMSNorm(5).double()
     torch.nn.init.normal_(norm.weight)
-    got = loss_saliency(hidden, targets, labelled, norm, weight, weight.mean(0)).detach()
+    got = loss_saliency(hidden, targets, labelled.nonzero(), norm, weight, weight.mean(0), bias).detach()
     for sequence, rows in ((0, range(3, 8)), (1, range(2))):
-        expected = early_look(list(rows), hidden[sequence], targets[sequence], norm, weight)
+        offset = 0.0 if bias is None else bias
+        expected = early_look(list(rows), hidden[sequence], targets[sequence], norm, weight, offset)
         torch.testing.assert_close(got[sequence, list(rows)], expected)
     assert (got[~labelled] == 0).all() and (got[labelled] > 0).all()
 
 
 def test_a_sequence_with_one_label_or_none_has_finite_likely_losses():
-    labelled = torch.tensor([[False, True, False], [False] * 3])
-    arguments = torch.zeros(2, 3, dtype=torch.long), labelled, torch.nn.Identity(), torch.randn(4, 2), torch.zeros(2)
+    places = torch.tensor([[0, 1]])
+    arguments = torch.zeros(2, 3, dtype=torch.long), places, torch.nn.Identity(), torch.randn(4, 2), torch.zeros(2)
     got = loss_saliency(torch.randn(2, 3, 2), *arguments)
     assert torch.equal(got, torch.tensor([[0.0, 0.5, 0.0], [0.0] * 3]))
+    none = loss_saliency(torch.randn(2, 3, 2), arguments[0], places[:0], *arguments[2:])
+    assert not none.any()
