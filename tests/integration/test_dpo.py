@@ -11,6 +11,7 @@ from trl import DPOConfig, DPOTrainer
 
 from helpers import tiny_model
 from hf_memeff import MespConfig, SageConfig, saved_tensor_bytes
+from hf_memeff.blocks.salient import SalientCall
 from integration._training import LORA, adapted, losses, texts, tokenizer
 
 
@@ -78,3 +79,21 @@ def test_c31_the_reference_pass_stores_nothing(tmp_path, monkeypatch, config_cls
     trainer.train()
     assert without_gradients and set(without_gradients) == {0}
     assert with_gradients and min(with_gradients) > 0
+
+
+def test_sage_asks_the_rows_that_predict_the_completions(tmp_path, monkeypatch):
+    """TRL hands the model labels to score, so that the choice of tokens is not left to each sequence's last one."""
+    seen, masks = [], []
+    choose, compute = SalientCall.choose, DPOTrainer.compute_loss
+
+    def note(self, model, inputs, *args, **kwargs):
+        masks.append(inputs["completion_mask"].bool())
+        return compute(self, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(SalientCall, "choose", lambda self, *args: (seen.append(self.tokens), choose(self, *args))[1])
+    monkeypatch.setattr(DPOTrainer, "compute_loss", note)
+    trainer = dpo(tmp_path, tiny_model(), SageConfig(**LORA, token_budget=0.3), max_steps=1)
+    seen.clear()  # the self-check's
+    trainer.train()
+    expected = torch.nn.functional.pad(masks[0][:, 1:], (0, 1))
+    assert seen and expected.any() and all(torch.equal(tokens.predicted, expected) for tokens in seen)
