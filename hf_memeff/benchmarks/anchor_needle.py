@@ -235,7 +235,8 @@ class _Session:
             _crop(self.cache, self.border)
         first, cache = self._run(torch.cat([self.rest, tail], 1))
         asked = cache.get_seq_length()
-        right = torch.tensor(self.tokenizer(f" {answer}", add_special_tokens=False).input_ids, dtype=torch.long)
+        ids = self.tokenizer(f" {answer}", add_special_tokens=False).input_ids
+        right = torch.tensor(ids, dtype=torch.long, device=first.device)
         logits = first[None]
         if len(right) > 1:
             logits = torch.cat([logits, self._all_logits(right[None, :-1], cache)])
@@ -253,13 +254,14 @@ class _Session:
     @torch.no_grad()
     def _run(self, ids: Tensor) -> tuple[Tensor, Any]:
         """Logits (vocabulary,) behind the last token, and the cache."""
+        ids = ids.to(self.model.device)
         found = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{self.cache_name: self.cache})
         return found.logits[0, -1], found.past_key_values
 
     @torch.no_grad()
     def _all_logits(self, ids: Tensor, cache: Any) -> Tensor:
         """Logits (tokens, vocabulary) behind each of some tokens."""
-        return self.model(input_ids=ids, use_cache=True, **{self.cache_name: cache}).logits[0]
+        return self.model(input_ids=ids.to(self.model.device), use_cache=True, **{self.cache_name: cache}).logits[0]
 
 
 def _crop(cache: Any, tokens: int) -> None:

@@ -1,0 +1,86 @@
+"""The examples that compare SAGE with LoRA: their commands parse, their small versions give tables of their shape."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from _examples import FOLDER, commands, run_small
+from hf_memeff.benchmarks.sage_methods import NAMES
+from hf_memeff.recipes.parsing import parse_plan
+from hf_memeff.recipes.sweep_arguments import SweepArguments, method_changes
+
+
+@pytest.mark.parametrize(("name", "number"), [("sage_commonsense", 3), ("sage_dpo", 3)])
+def test_every_command_parses(name: str, number: int) -> None:
+    found = commands(name)
+    assert len(found) == number and found[0] == []
+    for words in found:
+        whole = parse_plan(FOLDER / f"{name}.yaml", words, own=SweepArguments)
+        assert whole.run.trainer == ("dpo" if name == "sage_dpo" else "sft")
+        assert whole.training.output_dir.startswith(name.partition("_")[0])
+        for changes in whole.own.by_setting.values():
+            fixed = {**changes, **method_changes("sage-loss", 0.5)}
+            plan = parse_plan(FOLDER / f"{name}.yaml", words, own=SweepArguments, changes=fixed)
+            assert plan.run.method == "sage" and plan.adapter.saliency == "loss"
+
+
+@pytest.mark.parametrize("name", ["sage_commonsense", "sage_dpo", "anchor_needle"])
+def test_scripts_are_short(name: str) -> None:
+    assert len((FOLDER / f"{name}.py").read_text(encoding="utf-8").splitlines()) <= 80
+
+
+def by_method(content: dict[str, Any], setting: str) -> dict[str, dict[str, Any]]:
+    """A setting's rows, each checked to be of several seeds and finite."""
+    rows = {row["method"]: row for row in content["rows"] if row["setting"] == setting}
+    for row in rows.values():
+        for spread in [*row["metrics"].values(), row["gain_share"], row["peak_bytes"], row["seconds_per_step"]]:
+            assert math.isfinite(spread["mean"]) and spread["std"] is not None
+        assert row["peak_bytes"]["mean"] > 0 and row["seconds_per_step"]["mean"] > 0
+    return rows
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_commonsense_in_its_small_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = run_small("sage_commonsense", tmp_path, monkeypatch, capsys)
+    content = json.loads((tmp_path / "sweep.json").read_text(encoding="utf-8"))
+    assert len(content["runs"]) == 2 * len(NAMES) * 3
+    for setting in ("pretrained", "untrained"):
+        rows = by_method(content, setting)
+        assert set(rows) == set(NAMES) and all(row["seeds"] == [0, 1, 2] for row in rows.values())
+        lora = rows["lora"]["metrics"]["eval_loss"]
+        assert lora["mean"] < rows["lora"]["base"]["eval_loss"]
+        for name in ("lora-checkpointing", "mesp"):
+            assert rows[name]["exact"] and rows[name]["metrics"]["eval_loss"]["mean"] == pytest.approx(
+                lora["mean"], 1e-3
+            )
+        assert sum(line.startswith(("| LoRA", "| MeSP", "| SAGE")) for line in out.splitlines()) == 2 * len(NAMES)
+    peaks = {name: row["peak_bytes"]["mean"] for name, row in by_method(content, "pretrained").items()}
+    assert peaks["sage-attention"] < peaks["lora-checkpointing"] < peaks["lora"]
+    untrained = by_method(content, "untrained")
+    worse, lora = (untrained[name]["metrics"]["eval_loss"] for name in ("sage-attention", "lora"))
+    assert worse["mean"] - worse["std"] > lora["mean"] + lora["std"]
+    assert "Least of LoRA's gain: SAGE, " in out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_dpo_in_its_small_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = run_small("sage_dpo", tmp_path, monkeypatch, capsys)
+    rows = by_method(json.loads((tmp_path / "sweep.json").read_text(encoding="utf-8")), "main")
+    assert list(rows) == ["lora", "sage-attention", "sage-loss"]
+    for row in rows.values():
+        assert row["base"]["eval_loss"] == pytest.approx(math.log(2), abs=1e-4)
+        assert row["metrics"]["eval_rewards/margins"]["mean"] != 0
+    assert rows["lora"]["metrics"]["eval_loss"]["mean"] < math.log(2)
+    assert rows["sage-attention"]["peak_bytes"]["mean"] < rows["lora"]["peak_bytes"]["mean"]
+    assert "rewards/margins" in out and "| SAGE, loss, 0.5" in out
