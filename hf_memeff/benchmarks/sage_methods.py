@@ -37,7 +37,8 @@ class SageMethod:
 
     def __post_init__(self) -> None:
         if not self.backward_keys:
-            object.__setattr__(self, "backward_keys", SageConfig(saliency=self.saliency or "attention").backward_keys)
+            config = SageConfig(saliency=self.saliency or "attention")
+            object.__setattr__(self, "backward_keys", config.effective_backward_keys)
 
     @property
     def saliency(self) -> str | None:

@@ -240,7 +240,8 @@ class BlockForward:
         try:
             return SalientBlock.apply(hidden, call, salient, len(adapters), *adapters, *tensors)
         except UnscorableAttention as error:
-            message = unscored_message(type(layer).__name__, salient.settings.saliency, str(error))
+            saliency = salient.settings.saliency
+            message = unscored_message(type(layer).__name__, saliency, str(error), exact=saliency == "gradient")
             raise ValueError(message) from error
 
     def _recompute(self, layer: nn.Module, hidden: Tensor, others: dict[str, Any]) -> Any:

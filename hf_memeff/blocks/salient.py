@@ -139,8 +139,7 @@ class _Chooser(AttentionProbe):
             self.cache = {"output": kept.take(self.output), "lse": _blank_lse(lse, kept)}
             if settings.backward_keys == "all":
                 self.cache |= {"keys": _own_storage(self.k), "values": _own_storage(self.v)}
-        del self.q, self.k, self.v, self.output, self.rule
-        self.lse = None
+        self.forget()
         return found
 
     def _scores(self, settings: SalientTokens, tokens: BatchTokens, shape: tuple[int, int]) -> Tensor | None:
@@ -157,6 +156,17 @@ class _Chooser(AttentionProbe):
         weights = torch.where(asked > 0.0, asked, 1.0)
         seen = attention_saliency(self.q, self.k, self.rule, rows, alive, self.lse, weights)
         return loss + _LOSS_SEEN * seen / self.q.shape[1]
+
+
+class _Reader(AttentionProbe):
+    """Runs the attention where the gradient will choose, and has it compared with its mask as it is read here: the
+    backward pass goes by that.
+    """
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        found = super().__call__(module, *args, **kwargs)
+        self.forget()
+        return found
 
 
 class SalientBlock(torch.autograd.Function):
@@ -179,18 +189,22 @@ class SalientBlock(torch.autograd.Function):
         adapters, others = tensors[:adapter_count], tensors[adapter_count:]
         pass_ = Pass(call, hidden, hidden.shape[:-1].numel(), adapters, None)
         saliency = salient.settings.saliency
-        chooser = _Chooser(call, salient, hidden) if saliency != "gradient" and not salient.whole else None
-        output = block_forward(pass_, hidden, call.arguments.unpack(others), chooser)
-        if chooser is not None and not chooser.called:
+        probe: AttentionProbe | None = None
+        if not salient.whole:
+            by_gradient = saliency == "gradient"
+            attention = part(call.layer, call.layout.attention)
+            probe = _Reader(attention, salient.tokens) if by_gradient else _Chooser(call, salient, hidden)
+        output = block_forward(pass_, hidden, call.arguments.unpack(others), probe)
+        if probe is not None and not probe.called:
             raise UnscorableAttention(f"{call.layout.attention} does not call the attention function it is set to")
-        if chooser is None and saliency == "random":
+        if isinstance(probe, _Chooser):
+            kept = probe.kept
+            cache = _Cache(kept.take(hidden) if probe.cache else hidden, kept.positions, kept.alive, **probe.cache)
+        elif saliency == "random":
             kept = salient.choose(None, (hidden.shape[0], hidden.shape[1]), hidden.device)
             cache = _Cache(hidden, kept.positions, kept.alive)
-        elif chooser is None:
-            cache = _Cache(hidden)
         else:
-            kept = chooser.kept
-            cache = _Cache(kept.take(hidden) if chooser.cache else hidden, kept.positions, kept.alive, **chooser.cache)
+            cache = _Cache(hidden)
         for name in _STORED:
             tensor = getattr(cache, name)
             if tensor is not None:

@@ -285,6 +285,32 @@ def test_masks_that_cannot_be_read_are_named():
         score_rule(attention, "sdpa", (4, 16), None, BatchTokens(), {"position_bias": torch.zeros(1)})
 
 
+@pytest.mark.parametrize("saliency", ["attention", "gradient"])
+def test_a_mask_that_is_not_what_it_is_read_as_is_named(saliency):
+    """An attention with a window of its own, wider than the self-check's input: gradients would be wrong unnoticed."""
+    from transformers.models.llama.modeling_llama import ALL_ATTENTION_FUNCTIONS
+
+    def windowed(module, query, key, value, attention_mask, scaling, **kwargs):
+        length = query.shape[2]
+        mask = torch.ones(length, length, dtype=torch.bool).tril().triu(-8)
+        key, value = (t.repeat_interleave(module.num_key_value_groups, 1) for t in (key, value))
+        output = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scaling)
+        return output.transpose(1, 2).contiguous(), None
+
+    model, batch = adapted("llama", torch.float32), token_batch(2, LENGTH)
+    ALL_ATTENTION_FUNCTIONS["windowed"] = windowed
+    try:
+        model.get_base_model().config._attn_implementation = "windowed"
+        with (
+            engine(model, strict=True, salient=sparse(saliency=saliency)),
+            pytest.raises(ValueError, match=r"what windowed attention gives differs by .* Fix: .*MespConfig") as error,
+        ):
+            step(model, batch)
+        assert ('saliency="gradient", which needs' in str(error.value)) == (saliency == "attention")
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["windowed"]
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_an_adaptive_budget_is_refused_where_blocks_are_checkpointed(use_reentrant):
     model, batch = adapted("llama", torch.float32), token_batch(2, LENGTH)

@@ -52,7 +52,8 @@ class SageConfig(MemeffConfig):
     Raises:
         ValueError: a field is out of its range, or one of `REFUSED_VARIANTS` is set. On attaching: a layer of
             `dense_layers` that the model does not have, a saliency that scores attention on a model whose attention
-            can't be scored, or saliency="loss" on a model without an output layer over a vocabulary.
+            can't be scored, or saliency="loss" on a model without an output layer over a vocabulary or a norm before
+            it. A budget of 1 scores nothing and refuses neither.
     """
 
     method: ClassVar[str] = "sage"
@@ -63,12 +64,13 @@ class SageConfig(MemeffConfig):
         "attention",
         one_of("attention", "loss", "gradient", "value_norm", "random"),
         "How a block scores its tokens. 'attention': the attention that the rows of `query_rows` pay to them, known in "
-        "the forward pass, so that only kept tokens are stored (least memory). 'loss': rows that predict a label, the "
-        "hardest first by an early look through the model's output layer, and what they attend to, for the same "
-        "memory: the better choice where the model is given labels (without them it is 'attention'). 'gradient': the "
-        "gradient that comes back to them, by itself and through attention: the best choice of tokens, which needs the "
-        "block inputs of all tokens (MeSP's memory, SAGE's speed). 'value_norm': the size of their values, as in the "
-        "authors' code, which is cheaper to score. 'random': a baseline; the same batch draws the same tokens.",
+        "the forward pass, so that only kept tokens are stored (least memory). 'loss': how hard the label that they "
+        "predict looks in an early look through the model's output layer, plus how much such rows attend to them, for "
+        "the same memory: the better choice where the model is given labels (without them it is 'attention'). "
+        "'gradient': the gradient that comes back to them, by itself and through attention: the best choice of tokens, "
+        "which needs no labels, but the block inputs of all tokens (MeSP's memory). 'value_norm': the size of their "
+        "values, as in the authors' code, which is cheaper to score. 'random': a baseline, drawn for each call from "
+        "its tokens and the state of PyTorch's generator, which stays as it is.",
     )
     token_budget: float | str = option(
         0.5,
@@ -126,14 +128,13 @@ class SageConfig(MemeffConfig):
             lambda value: _is_one_of(value, "labels", "last") or _is_integer(value, 1),
         ),
         "Rows whose attention is scored, for saliency='attention' and 'loss'. 'labels': those that predict a label "
-        "(without labels, the last row), 'last': the last real row alone (cheapest), a number: at most so many of "
-        "those that predict a label, evenly spaced (bounds the cost of long answers).",
+        "(the last row where the model gets no labels, as under label smoothing), 'last': the last real row alone "
+        "(cheapest), a number: at most so many of those that predict a label, evenly spaced (bounds the cost of long "
+        "answers).",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.backward_keys is None:
-            self.backward_keys = "all" if self.saliency == "gradient" else "kept"
         if isinstance(self.dense_layers, list):  # as JSON and command lines have it
             self.dense_layers = tuple(self.dense_layers)
         for name in self._without_effect():
@@ -157,10 +158,18 @@ class SageConfig(MemeffConfig):
                 "say nothing of how many tokens matter. Fix: token_budget=0.5, or another saliency."
             )
 
+    @property
+    def effective_backward_keys(self) -> str:
+        """What `backward_keys` stands for: None follows the saliency, and goes on to where that is changed."""
+        if self.backward_keys is not None:
+            return self.backward_keys
+        return "all" if self.saliency == "gradient" else "kept"
+
     def engine_options(self) -> EngineOptions:
         """The fields of this package as the engine takes them."""
         values = {item.name: getattr(self, item.name) for item in fields(SalientTokens)}
         values["dense_layers"] = tuple(self.dense_layers)
+        values["backward_keys"] = self.effective_backward_keys
         return dataclasses.replace(super().engine_options(), salient=SalientTokens(**values))
 
     def _without_effect(self) -> list[str]:

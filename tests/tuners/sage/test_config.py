@@ -94,7 +94,8 @@ def test_every_field_of_the_engine_s_has_a_config_field_with_help_that_names_wha
     own = {item.name: item for item in dataclasses.fields(SageConfig)}
     for item in dataclasses.fields(SalientTokens):
         assert len(own[item.name].metadata["help"]) > 80, item.name
-        assert getattr(SageConfig(), item.name) == item.default, item.name
+        if item.name != "backward_keys":  # None, which follows the saliency
+            assert getattr(SageConfig(), item.name) == item.default, item.name
     for name, choices in {
         "saliency": ("attention", "loss", "gradient", "value_norm", "random"),
         "token_budget": ("adaptive",),
@@ -124,9 +125,22 @@ def test_set_fields_reach_the_engine():
 
 @pytest.mark.parametrize("saliency", ["attention", "loss", "value_norm", "random", "gradient"])
 def test_where_all_keys_cost_no_memory_they_are_the_default(saliency):
-    assert SageConfig(saliency=saliency).backward_keys == ("all" if saliency == "gradient" else "kept")
+    def keys_of(config):
+        return config.engine_options().salient.backward_keys
+
+    assert keys_of(SageConfig(saliency=saliency)) == ("all" if saliency == "gradient" else "kept")
     for keys in ("kept", "all"):
-        assert SageConfig(saliency=saliency, backward_keys=keys).backward_keys == keys
+        assert keys_of(SageConfig(saliency=saliency, backward_keys=keys)) == keys
+    other = dataclasses.replace(SageConfig(saliency="gradient"), saliency=saliency)
+    assert keys_of(other) == keys_of(SageConfig(saliency=saliency))
+
+
+def test_another_saliency_than_the_file_s_has_its_own_default_of_keys(tmp_path):
+    """Trained by the gradient, trained on by attention: all keys would be three times the memory that was asked for."""
+    SageConfig(r=3, saliency="gradient").save_pretrained(tmp_path)
+    assert SageConfig.from_pretrained(tmp_path).engine_options().salient.backward_keys == "all"
+    config = SageConfig.from_pretrained(tmp_path, saliency="attention")
+    assert config.engine_options().salient.backward_keys == "kept"
 
 
 def test_lists_of_layers_become_tuples():
