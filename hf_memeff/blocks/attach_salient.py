@@ -24,7 +24,8 @@ def set_token_budget(model: nn.Module, token_budget: float | str) -> None:
 
     Raises:
         ValueError: the budget is out of its range, the engine is not attached with salient tokens, or the model does
-            not give the scores by which tokens are to be left out.
+            not give the scores by which tokens are to be left out. The budget stays what it was.
+        RuntimeError: ``strict``, and blocks see other keys in their backward pass than they were told to; likewise.
     """
     options = attached_options(model)
     if options is None or options.salient is None:
@@ -41,14 +42,22 @@ def set_token_budget(model: nn.Module, token_budget: float | str) -> None:
             )
         token_budget = float(token_budget)
     salient = dataclasses.replace(options.salient, token_budget=token_budget)
-    options = dataclasses.replace(options, salient=salient)
+    _set_salient(model, dataclasses.replace(options, salient=salient))
+    if token_budget != 1.0:
+        try:
+            look_for_salient_blocks(model, dataclasses.replace(options, salient=salient))
+        except BaseException:
+            _set_salient(model, options)
+            raise
+
+
+def _set_salient(model: nn.Module, options: EngineOptions) -> None:
+    """Have the model and its blocks go by other settings of salient tokens; dense blocks stay dense."""
     model.__dict__[OPTIONS] = options
     for layer in model.modules():
         forward = attached_forward(layer)
         if forward is not None and forward.salient is not None:
-            forward.salient = salient
-    if token_budget != 1.0:
-        look_for_salient_blocks(model, options)
+            forward.salient = options.salient
 
 
 def dense_layers(options: EngineOptions, layers: list[nn.Module]) -> set[int]:

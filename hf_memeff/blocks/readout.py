@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -18,38 +18,44 @@ FINAL_NORM = "_hf_memeff_final_norm"
 """Name, on an attached model, of its final norm's dotted name."""
 
 
-@dataclass
 class Readout:
     """Final norm and output layer of the model whose call is running.
 
-    Attributes:
+    Both are held weakly: what a call says about its tokens is remembered past it, and must not keep an output layer of
+    a model that is gone.
+
+    Args:
         norm: the final norm.
         head: the output layer.
     """
 
-    norm: nn.Module
-    head: nn.Module
-    _mean: Tensor | None = field(default=None, repr=False)
+    def __init__(self, norm: nn.Module, head: nn.Module) -> None:
+        self._norm, self._head = weakref.ref(norm), weakref.ref(head)
+        self._mean: Tensor | None = None
 
     def unreadable(self, width: int) -> str:
         """Why hidden states of that width cannot be read at this moment, or an empty string: weights come and go where
         they are sharded or offloaded.
         """
-        weight = _matrix(self.head)
-        if weight is None or not all(map(_is_whole, (weight, *self.norm.parameters()))):
+        norm, head = self._norm(), self._head()
+        if norm is None or head is None:
+            return "the model is gone"
+        weight = _matrix(head)
+        if weight is None or not all(map(_is_whole, (weight, *norm.parameters()))):
             return "the weights of its final norm and output layer are not here as a whole (sharded or offloaded)"
         return "" if weight.shape[1] == width else f"its output layer takes {weight.shape[1]} features, not {width}"
 
     @torch.no_grad()
     def scores(self, hidden: Tensor, targets: Tensor, places: Tensor) -> Tensor:
         """``loss_saliency`` of a readable block's input (B, S, D) for the rows at ``places`` (n, 2)."""
-        weight = _matrix(self.head)
-        assert weight is not None
+        norm, head = self._norm(), self._head()
+        weight = None if head is None else _matrix(head)
+        assert norm is not None and weight is not None
         if self._mean is None:
             self._mean = _mean_row(weight)
         # not a call of the norm: hooks on it are told of the model's own use of it alone
-        norm, bias = self.norm.forward, getattr(self.head, "bias", None)
-        return loss_saliency(hidden, targets, places, norm, weight, self._mean.to(hidden.device), bias)
+        bias = getattr(head, "bias", None)
+        return loss_saliency(hidden, targets, places, norm.forward, weight, self._mean.to(hidden.device), bias)
 
 
 def attach_readout(model: nn.Module, decoders: Iterable[nn.Module], saliency: str) -> None:
@@ -87,7 +93,8 @@ def detach_readout(model: nn.Module) -> None:
 def readout_of(model: nn.Module) -> Readout | None:
     """The end of a model on which ``attach_readout`` noted it."""
     name = model.__dict__.get(FINAL_NORM)
-    return None if name is None else Readout(part(model, name), model.get_output_embeddings())
+    head = None if name is None else model.get_output_embeddings()
+    return None if name is None or head is None else Readout(part(model, name), head)
 
 
 def _matrix(head: nn.Module) -> Tensor | None:

@@ -62,9 +62,8 @@ class SalientCall:
             if reason:
                 found.append(f'saliency="loss" cannot look at the model\'s end and goes by attention alone: {reason}')
         if settings.token_budget == "adaptive" and settings.min_tokens > length:
-            found.append(
-                f"min_tokens={settings.min_tokens} is above the length of {length} tokens and stands for all of them"
-            )
+            # no length in it: it is said once, not once for each length
+            found.append(f"min_tokens={settings.min_tokens} is above a batch's length and stands for all its tokens")
         return found
 
     def choose(self, scores: Tensor | None, shape: tuple[int, int], device: torch.device) -> KeptTokens:

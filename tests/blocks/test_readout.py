@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -62,13 +65,12 @@ def test_the_labelled_rows_are_looked_for_once_per_call(looks):
 def test_a_final_norm_that_is_trained_is_found_and_read_as_trained(looks):
     model, batch = adapted("llama", torch.float32, modules_to_save=["model.norm"]), token_batch(2, LENGTH)
     with engine(model, strict=True, salient=sparse()) as base:
-        before = step(model, batch)
+        step(model, batch)
+        readout, *arguments = looks[0]
+        before = readout.scores(*arguments)
         with torch.no_grad():
             base.model.norm.modules_to_save["default"].weight.copy_(torch.randn(64))
-        after = step(model, batch)
-    assert looks[-1][0].norm is base.model.norm
-    first = next(n for n in before.gradients if "layers.0" in n)
-    assert not torch.equal(before.gradients[first], after.gradients[first])
+        assert not torch.equal(readout.scores(*arguments), before)
 
 
 def test_the_language_model_s_norm_is_taken_not_its_vision_tower_s():
@@ -86,16 +88,28 @@ def test_weights_that_are_not_here_are_not_read_and_it_is_said():
     """As between the gathers of a sharded model, or with an offloaded head."""
     ids = torch.arange(6)[None]
     tokens = read_tokens(nn.Identity(), (), {"input_ids": ids, "labels": ids})
-    tokens.readout = Readout(nn.RMSNorm(4), nn.Linear(4, 9, bias=False, device="meta"))
+    norm, away, head = nn.RMSNorm(4), nn.Linear(4, 9, bias=False, device="meta"), nn.Linear(4, 9)
+    tokens.readout = Readout(norm, away)
     assert tokens.likely_loss(torch.randn(1, 6, 4)) is None
     (notice,) = SalientCall(sparse(), tokens).notices(6, 4)
     assert 'saliency="loss"' in notice and "attention alone" in notice and "not here as a whole" in notice
-    tokens.readout = Readout(nn.RMSNorm(4), nn.Linear(4, 9))
+    tokens.readout = Readout(norm, head)
     assert tokens.likely_loss(torch.randn(1, 6, 4)) is not None and SalientCall(sparse(), tokens).notices(6, 4) == []
     (notice,) = SalientCall(sparse(), tokens).notices(6, 5)
     assert "takes 4 features, not 5" in notice
     (notice,) = SalientCall(sparse(), BatchTokens()).notices(6, 4)
     assert "sees no labels" in notice and 'saliency="gradient"' in notice
+
+
+def test_what_is_remembered_of_a_call_does_not_keep_the_output_layer(looks):
+    model = adapted("llama", torch.float32)
+    with engine(model, strict=True, salient=sparse()):
+        step(model, token_batch(2, LENGTH))
+    head, remembered = weakref.ref(model.get_base_model().lm_head), looks[-1][0]
+    looks.clear()
+    del model
+    gc.collect()
+    assert head() is None and remembered.unreadable(64) == "the model is gone"
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
@@ -119,5 +133,7 @@ def test_a_model_that_cannot_be_read_is_refused_where_tokens_are_left_out():
         torch.testing.assert_close(got.loss, expected.loss)
         with pytest.raises(ValueError, match=r"LlamaForSequenceClassification that cannot be read early"):
             set_token_budget(base, 0.5)
+        again = step(model, batch)  # the refused budget is not half in force
+        assert all(torch.equal(again.gradients[n], g) for n, g in got.gradients.items())
     with pytest.raises(ValueError, match="cannot be read early"), engine(model, salient=sparse(0.5)):
         pass
