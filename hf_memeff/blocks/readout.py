@@ -26,7 +26,7 @@ class Readout:
 
     Args:
         norm: the final norm.
-        head: the output layer.
+        head: the output layer; an adapter on it does not enter.
     """
 
     def __init__(self, norm: nn.Module, head: nn.Module) -> None:

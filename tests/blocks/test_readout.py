@@ -18,6 +18,7 @@ from hf_memeff.blocks.batch_tokens import BatchTokens, read_tokens
 from hf_memeff.blocks.options import SalientTokens
 from hf_memeff.blocks.readout import _MEAN_ROWS, Readout, _final_norm, _mean_row, attach_readout, readout_of
 from hf_memeff.blocks.salient import SalientCall
+from ops.test_saliency import early_look
 
 
 def sparse(budget=0.3, **settings):
@@ -71,6 +72,39 @@ def test_a_final_norm_that_is_trained_is_found_and_read_as_trained(looks):
         with torch.no_grad():
             base.model.norm.modules_to_save["default"].weight.copy_(torch.randn(64))
         assert not torch.equal(readout.scores(*arguments), before)
+
+
+HEADS = {
+    "tied": ({"tie_word_embeddings": True}, {}),
+    "bfloat16": ({}, {}),
+    "adapted": ({}, {"target_modules": ["q_proj", "v_proj", "lm_head"]}),
+    "trained": ({}, {"modules_to_save": ["lm_head"]}),
+    "resized": ({"vocab_size": VOCAB + 12}, {}),
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_output_layers_of_every_kind_are_read(kind, looks):
+    """Tied, in half precision, with an adapter (which does not enter), trained and saved, or of another size."""
+    overrides, lora = HEADS[kind]
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    model, batch = adapted("llama", dtype, overrides=overrides, **lora), token_batch(2, LENGTH, "left")
+    base = model.get_base_model()
+    weight = base.lm_head.weight
+    if kind == "trained":
+        weight = base.lm_head.modules_to_save["default"].weight
+        torch.nn.init.normal_(weight)
+    with engine(model, strict=True, salient=sparse()):
+        assert step(model, batch).loss.isfinite()
+    assert len(looks) == 2
+    tolerance = 3e-2 if kind == "bfloat16" else 1e-5
+    readout, hidden, targets, places = looks[0]
+    got = readout.scores(hidden, targets, places)
+    for row in range(2):
+        rows = (targets[row] != -100).nonzero().flatten()
+        with torch.no_grad():
+            expected = early_look(rows, hidden[row], targets[row], base.model.norm, weight, 0.0)
+        torch.testing.assert_close(got[row, rows], expected.float(), rtol=1e-3, atol=tolerance)
 
 
 def test_the_language_model_s_norm_is_taken_not_its_vision_tower_s():

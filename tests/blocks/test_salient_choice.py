@@ -350,6 +350,21 @@ def test_an_adaptive_budget_keeps_the_mass(chosen):
     assert counts[0.3] < counts[0.95] and counts[0.3] % 64 == 0
 
 
+@pytest.mark.parametrize("saliency", SALIENCIES)
+def test_a_row_of_one_token_keeps_it(saliency):
+    """All gradients together, since those of q and k are zero but for rounding: one key has all the attention."""
+    model, ids = adapted("llama", torch.float32), torch.tensor([[7]])
+
+    def gradients():
+        model.zero_grad(set_to_none=True)
+        model(input_ids=ids, labels=ids).logits.sum().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    expected = gradients()
+    with engine(model, strict=True, tiled_loss="never", salient=sparse(saliency=saliency)):
+        assert relative_error(gradients(), expected) <= 1e-5
+
+
 def test_too_many_adaptive_tokens_are_all_tokens(monkeypatch):
     said = []
     monkeypatch.setattr("hf_memeff.blocks.block.say_once", said.append)
