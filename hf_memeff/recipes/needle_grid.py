@@ -97,7 +97,8 @@ def run_needles(config: Path, words: Sequence[str] = (), say: Callable[[str], ob
         found = [shelf.find(f"{tokens}-{method}") for tokens in task.lengths for method in METHODS]
         results.append([result for result in found if result is not None])
         joined(results[-1], output / f"{task.name}.json")
-    return GridResults(*results, paths=tuple(output / f"{task.name}.json" for task in tasks))
+    needles, questions = results
+    return GridResults(needles, questions, tuple(output / f"{task.name}.json" for task in tasks))
 
 
 def grid_table(results: Sequence[NeedleResult], columns: Sequence[str]) -> str:

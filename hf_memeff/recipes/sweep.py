@@ -27,6 +27,7 @@ from hf_memeff.recipes.parsing import RunPlan, parse_plan
 from hf_memeff.recipes.preparing import Prepared, load_base, make_output, prepare, public_model, public_settings
 from hf_memeff.recipes.results import RESULTS_NAME, RunResult, read_result, write_result
 from hf_memeff.recipes.sweep_arguments import SweepArguments, method_changes
+from hf_memeff.recipes.sweep_progress import StepReport, quiet_datasets
 from hf_memeff.recipes.sweep_results import SweepRun, write_sweep
 from hf_memeff.recipes.training import public_arguments, train
 
@@ -72,17 +73,19 @@ def run_sweep(
     planned = plan_runs(config, words)
     settings = {name: _prepare(runs[0].plan, say) for name, runs in planned.items()}
     done: list[SweepRun] = []
-    with progress(sum(map(len, planned.values()))) as advance:
+    with quiet_datasets(), progress(sum(map(len, planned.values()))) as advance:
         for name, runs in planned.items():
             base: Any = None
             known: Mapping[str, float] | None = None
             for run in runs:
-                advance(f"{name}, {run.method.title}, seed {run.plan.training.seed}", 0)
+                title = f"{name}, {run.method.title}, seed {run.plan.training.seed}"
+                advance(title, 0)
                 folder = make_output(run.plan)
                 result = _finished(run.plan, settings[name], folder)
                 if result is None:
                     base = _base(run.plan, settings[name]) if base is None else base
-                    result = _trained(run.plan, settings[name], with_shared_weights(base), known)
+                    report = StepReport(lambda text, title=title: advance(f"{title}, {text}", 0))
+                    result = _trained(run.plan, settings[name], with_shared_weights(base), known, report)
                     write_result(result, folder / RESULTS_NAME)
                 known = {metric: values.base for metric, values in result.evaluation.items()}
                 done.append(SweepRun(name, run.method, result))
@@ -148,9 +151,18 @@ def _base(plan: RunPlan, prepared: Prepared) -> Any:
     return AutoModelForCausalLM.from_config(prepared.model_config, dtype=getattr(torch, plan.run.dtype)).eval()
 
 
-def _trained(plan: RunPlan, prepared: Prepared, model: Any, known: Mapping[str, float] | None) -> RunResult:
-    keep: bool = plan.own.keep_adapters
-    return train(plan, prepared, model, base_values=known, keep_adapter=keep, say=lambda line: None)
+def _trained(
+    plan: RunPlan, prepared: Prepared, model: Any, known: Mapping[str, float] | None, report: StepReport
+) -> RunResult:
+    return train(
+        plan,
+        prepared,
+        model,
+        base_values=known,
+        keep_adapter=plan.own.keep_adapters,
+        report=report,
+        say=lambda line: None,
+    )
 
 
 def _finished(plan: RunPlan, prepared: Prepared, folder: Path) -> RunResult | None:

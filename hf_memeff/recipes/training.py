@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
-from transformers import set_seed
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, set_seed
 
 from hf_memeff.benchmarks.results import Environment
 from hf_memeff.recipes.answers import judge
@@ -49,6 +49,7 @@ def train(
     checkpoint: str | None = None,
     base_values: Mapping[str, float] | None = None,
     keep_adapter: bool = True,
+    report: TrainerCallback | None = None,
     say: Callable[[str], object] = print,
 ) -> RunResult:
     """Train an adapter and judge it.
@@ -60,6 +61,7 @@ def train(
         checkpoint: folder to resume from.
         base_values: the base model's values by metric where they are known; None measures them.
         keep_adapter: whether the adapter is saved in the output folder.
+        report: what tells how far it is, in place of the trainer's own bars and lines; None leaves these.
         say: called with each line for the user.
 
     Returns:
@@ -70,6 +72,10 @@ def train(
     clock, memory = StepClock(), FewStepsMemory()
     set_seed(training.seed)  # the trainer seeds itself only after the adapter's initial values are drawn
     trainer = build_trainer(plan, model, tokenizer, data, [clock, memory])
+    if report is not None:
+        for own in (PrinterCallback, ProgressCallback):
+            trainer.remove_callback(own)
+        trainer.add_callback(report)
     before = base_values
     if before is None:
         rows = data.record.test_rows

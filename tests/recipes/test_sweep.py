@@ -34,7 +34,6 @@ class Sweeps:
             "per_device_train_batch_size": 2,
             "learning_rate": 0.01,
             "bf16": False,
-            "disable_tqdm": True,
             "save_strategy": "no",
             "r": 4,
             "target_modules": "all-linear",
@@ -54,7 +53,6 @@ class Sweeps:
 
 @pytest.fixture(scope="module")
 def sweeps(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Sweeps:
-    datasets.disable_progress_bars()
     return Sweeps(tmp_path_factory.mktemp("sweep"), tiny_folder)
 
 
@@ -163,7 +161,10 @@ def test_what_cannot_work_is_refused_before_the_model_loads(
         sweeps(**{name: str(texts) if value == "TEXTS" else value for name, value in fields.items()})
 
 
-def test_dpo_has_its_rewards(sweeps: Sweeps) -> None:
+def test_dpo_has_its_rewards_and_one_bar(sweeps: Sweeps, capfd: pytest.CaptureFixture[str]) -> None:
     done, _ = sweeps(trainer="dpo", methods=["sage-random"], seeds=[0], output_dir=str(sweeps.folder / "dpo"))
     assert done[0].result.evaluation["eval_loss"].base == pytest.approx(0.693147, abs=1e-4)
     assert sweep_rows(done)[0].metrics["eval_rewards/margins"].mean != 0
+    shown = capfd.readouterr()
+    assert "main, SAGE, random, 0.25, seed 0, step 2 of 2" in shown.err and "{'" not in shown.out
+    assert not datasets.are_progress_bars_disabled()
