@@ -82,6 +82,8 @@ def blocks_run_as(model: Any, blocks: str) -> Iterator[None]:
     finally:
         if blocks == "checkpointed":
             model.gradient_checkpointing_disable()
+            # switched on with checkpointing, and in transformers 5.24 not off with it
+            model.get_base_model().disable_input_require_grads()
         elif blocks == "mesp":
             detach(model)
 

@@ -101,7 +101,7 @@ def bytes_of(tensors: Sequence[Tensor]) -> int:
 def adapted_widths(model: nn.Module) -> list[tuple[int, int]]:
     """Input width and rank of every adapter, in the model's order."""
     return [
-        (module.lora_A.default.in_features, module.lora_A.default.out_features)
+        (int(module.lora_A.default.in_features), int(module.lora_A.default.out_features))
         for module in model.modules()
         if isinstance(getattr(module, "lora_A", None), nn.ModuleDict)
     ]
