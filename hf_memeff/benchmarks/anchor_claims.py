@@ -8,11 +8,11 @@ import statistics
 from collections.abc import Sequence
 
 from hf_memeff.benchmarks.anchor_needle import ANCHOR, DENSE, SINKS
-from hf_memeff.benchmarks.anchor_op import CALIBRATED
+from hf_memeff.benchmarks.anchor_op import CALIBRATED, TARGETS
 from hf_memeff.benchmarks.anchor_results import NeedleResult, OpResult, PeerResult, PrefillResult
 from hf_memeff.benchmarks.anchor_rules import ANCHOR as CALIBRATED_RULE
 from hf_memeff.benchmarks.anchor_rules import ONE_THETA, TITLES
-from hf_memeff.benchmarks.anchor_tables import at_length, complete_layers, op_speed
+from hf_memeff.benchmarks.anchor_tables import SETTING_TITLES, at_length, complete_layers, op_speed
 from hf_memeff.benchmarks.claims import Claim, claims_rows
 from hf_memeff.benchmarks.tables import NOT_MEASURED
 
@@ -27,7 +27,7 @@ def claims(
     needles: Sequence[NeedleResult],
     peers: Sequence[PeerResult],
 ) -> list[Claim]:
-    """All claims, with thresholds calibrated for a recall of 0.95."""
+    """All claims, with thresholds calibrated for a recall of 0.95; the op's speed with the quickest that keeps it."""
     return [*_op_claims(ops), *_prefill_claims(prefills), *_needle_claims(needles), *_peer_claims(peers)]
 
 
@@ -47,10 +47,10 @@ def _op_claims(ops: Sequence[OpResult]) -> list[Claim]:
     found = []
     lengths = at_length(ops, CALIBRATED)
     for tokens, limit in _SPEEDS.items():
-        own = lengths.get(tokens, [])
-        found.append(Claim(f"speed of the op against sdpa, {tokens} tokens", limit, op_speed(own) if own else None))
-        recall = statistics.fmean(r.recall for r in own) if own else None
-        found.append(Claim(f"recall, mean over rows and layers, {tokens} tokens", _TARGET, recall))
+        setting, own = quickest(ops, tokens)
+        words = f"{tokens} tokens, {SETTING_TITLES[setting]}"
+        found.append(Claim(f"speed of the op against sdpa, {words}", limit, op_speed(own) if own else None))
+        found.append(Claim(f"recall, mean over rows and layers, {words}", _TARGET, _recall(own) if own else None))
     dense = [r for own in lengths.values() for r in own if r.path != "sparse"]
     speed = op_speed(dense) if dense else None
     found.append(Claim("time by sdpa's where it decides for dense", 1.03, 1 / speed if speed else None, at_most=True))
@@ -59,6 +59,25 @@ def _op_claims(ops: Sequence[OpResult]) -> list[Claim]:
         Claim("temporaries by the bytes of q, 32768 tokens", 1.5, max(longest) if longest else None, at_most=True)
     )
     return found
+
+
+def quickest(ops: Sequence[OpResult], tokens: int) -> tuple[str, list[OpResult]]:
+    """The quickest of the calibrated settings whose recall is at least 0.95 on the layers of the default one, which it
+    is where none is.
+    """
+    found = {setting: at_length(ops, setting).get(tokens, []) for setting in TARGETS}
+    layers = [result.layer for result in found[CALIBRATED]]
+    enough = {
+        setting: speed
+        for setting, own in found.items()
+        if own and [r.layer for r in own] == layers and _recall(own) >= _TARGET and (speed := op_speed(own)) is not None
+    }
+    setting = max(enough, key=enough.__getitem__, default=CALIBRATED)
+    return setting, found[setting]
+
+
+def _recall(results: Sequence[OpResult]) -> float:
+    return statistics.fmean(result.recall for result in results)
 
 
 def _prefill_claims(prefills: Sequence[PrefillResult]) -> list[Claim]:

@@ -11,7 +11,11 @@ from hf_memeff.benchmarks.anchor_results import NeedleResult, OpResult, PeerResu
 from hf_memeff.benchmarks.anchor_rules import ANCHOR, TITLES
 from hf_memeff.benchmarks.tables import NOT_MEASURED, table
 
-SETTING_TITLES = {"calibrated": "calibrated for 0.95", "theta-12": "theta 12 (default)"}
+SETTING_TITLES = {
+    "calibrated": "calibrated for 0.95",
+    "calibrated-0.9": "calibrated for 0.9",
+    "theta-12": "theta 12 (default)",
+}
 METHOD_TITLES = {"dense": "dense (sdpa)", "anchor": "AnchorAttention, calibrated", "sinks-window": "sinks + window"}
 
 

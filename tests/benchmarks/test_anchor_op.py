@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_memeff.benchmarks.anchor_calibrations import Calibrations
-from hf_memeff.benchmarks.anchor_op import OpPlan, Ops
+from hf_memeff.benchmarks.anchor_op import TARGETS, OpPlan, Ops
 from hf_memeff.benchmarks.anchor_prefill import PrefillPlan, Prefills, next_token_loss
 from hf_memeff.benchmarks.anchor_results import OpResult, PrefillResult
 from hf_memeff.benchmarks.anchor_text import LongText
@@ -33,7 +33,8 @@ def without_candidates(base: Any, text: LongText, folder: Path) -> Calibrations:
     calibrations = Calibrations(folder, base, text.calibration())
     folder.mkdir()
     config = AnchorAttentionConfig(theta="auto", thresholds={layer: [-10.0] * 4 for layer in (0, 1)})
-    config.save(folder / f"positions{TOKENS}-text2500-recall0.95.json")
+    for target in TARGETS.values():
+        config.save(folder / f"positions{TOKENS}-text2500-recall{target:g}.json")
     return calibrations
 
 
@@ -53,9 +54,10 @@ def test_layers_are_measured_on_the_sparse_path(base: Any, text: LongText, tmp_p
     bench.advance = lambda text, steps: done.append(steps)
     expected = bench.steps([TOKENS])
     bench.run([TOKENS])
-    assert sum(done) == expected == 1 + 2 + 1
+    assert sum(done) == expected == 1 + 3 + 1
     results = {result.setting: result for result in shelf.all()}
     calibrated = results["calibrated"]
+    assert results["calibrated-0.9"].calibration_tokens == 2500 and len(results["calibrated-0.9"].seconds) == 1
     assert calibrated.path == "sparse" and calibrated.calibration_tokens == 2500
     pairs = TOKENS * (TOKENS + 1) / 2
     left_out = 2048 * (2048 - 256) + 256 * (4096 - 256)  # of the second superblock and of what is behind it
@@ -69,7 +71,7 @@ def test_layers_are_measured_on_the_sparse_path(base: Any, text: LongText, tmp_p
     assert calibrated.q_bytes == 4 * TOKENS * 16 * 4 and calibrated.temporary_bytes > 0
     assert bench.steps([TOKENS]) == 0
     shelf.add(replace(calibrated, environment=replace(calibrated.environment, cpu="another")))
-    assert bench.steps([TOKENS]) == 3  # measured again on this machine, with the tensors that are there
+    assert bench.steps([TOKENS]) == 4  # measured again on this machine, with the tensors that are there
 
 
 def test_prefill_has_the_models_own_loss(base: Any, text: LongText, tmp_path: Path) -> None:

@@ -188,10 +188,10 @@ def test_claims_that_fail_are_told_like_any_other(
     ops: list[OpResult], prefills: list[PrefillResult], needles: list[NeedleResult], peers: list[PeerResult]
 ) -> None:
     held = {claim.text: claim.holds for claim in claims(ops, prefills, needles, peers)}
-    assert held["speed of the op against sdpa, 8192 tokens"] is True
-    assert held["speed of the op against sdpa, 16384 tokens"] is True
-    assert held["speed of the op against sdpa, 32768 tokens"] is None
-    assert held["recall, mean over rows and layers, 8192 tokens"] is True
+    assert held["speed of the op against sdpa, 8192 tokens, calibrated for 0.95"] is True
+    assert held["speed of the op against sdpa, 16384 tokens, calibrated for 0.95"] is True
+    assert held["speed of the op against sdpa, 32768 tokens, calibrated for 0.95"] is None
+    assert held["recall, mean over rows and layers, 8192 tokens, calibrated for 0.95"] is True
     assert held["time by sdpa's where it decides for dense"] is True
     assert held["loss at 8192 tokens by dense loss"] is True
     assert held["needles found at 8192 tokens, as many as dense"] is False
@@ -200,10 +200,25 @@ def test_claims_that_fail_are_told_like_any_other(
     assert held["density by that of FlexPrefill at equal recall"] is True
     slow = claims([op(8192, 0, 1.4, recall=0.94)], [], [], [peer(m, 0.9 - i / 10) for i, m in enumerate(TITLES)])
     held = {claim.text: claim.holds for claim in slow}
-    assert held["speed of the op against sdpa, 8192 tokens"] is False
-    assert held["recall, mean over rows and layers, 8192 tokens"] is False
+    assert held["speed of the op against sdpa, 8192 tokens, calibrated for 0.95"] is False
+    assert held["recall, mean over rows and layers, 8192 tokens, calibrated for 0.95"] is False
     assert held["density by that of FlexPrefill at equal recall"] is False
     assert "| at least 1.50 | 1.400 | no |" in claims_table([op(8192, 0, 1.4)], [], [], [])
+
+
+def test_the_speed_is_of_the_quickest_calibration_that_keeps_enough() -> None:
+    def quick(*loose: OpResult) -> tuple[float | None, bool | None]:
+        found = claims([op(8192, 0, 1.4), op(8192, 1, 1.4), *loose], [], [], [])
+        return found[0].measured, found[0].holds
+
+    assert quick() == (pytest.approx(1.4), False)
+    both = [op(8192, layer, 2.0, "calibrated-0.9", recall=recall) for layer, recall in enumerate((0.94, 0.97))]
+    assert quick(*both) == (pytest.approx(2.0), True)
+    assert quick(both[1]) == (pytest.approx(1.4), False)  # other layers
+    assert quick(both[0], replace(both[1], recall=0.95)) == (pytest.approx(1.4), False)
+    assert quick(op(8192, 0, 2.0, "theta-12"), op(8192, 1, 2.0, "theta-12")) == (pytest.approx(1.4), False)
+    words = claims([op(8192, 0, 1.4), op(8192, 0, 2.0, "calibrated-0.9")], [], [], [])[0].text
+    assert words.endswith("8192 tokens, calibrated for 0.9")
 
 
 def test_nothing_measured_is_said() -> None:
