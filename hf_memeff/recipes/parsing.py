@@ -88,7 +88,8 @@ def parse_plan(
     RunArguments(trainer=chosen.trainer, method=chosen.method)  # refuses what is neither
     trainer, method = TRAINER_CONFIGS[chosen.trainer], ADAPTER_CONFIGS[chosen.method]
     named = f"{trainer.__name__}, {method.__name__} or the run's own"
-    classes = [RunArguments, trainer, config_arguments(method, _adapter_fields(method)), *([own] if own else [])]
+    classes: list[type[Any]] = [RunArguments, trainer, config_arguments(method, _adapter_fields(method))]
+    classes += [own] if own else []
     prog = None if own else "hf-memeff finetune"
     defaults = {} if torch.accelerator.is_available() else {"use_cpu": True}
     parsed = parsed_keys(config, content, words, classes, named, prog=prog, defaults=defaults, others=_other_kinds())

@@ -84,7 +84,7 @@ def run_sweep(
                 result = _finished(run.plan, settings[name], folder)
                 if result is None:
                     base = _base(run.plan, settings[name]) if base is None else base
-                    report = StepReport(lambda text, title=title: advance(f"{title}, {text}", 0))
+                    report = StepReport(title, advance)
                     result = _trained(run.plan, settings[name], with_shared_weights(base), known, report)
                     write_result(result, folder / RESULTS_NAME)
                 known = {metric: values.base for metric, values in result.evaluation.items()}

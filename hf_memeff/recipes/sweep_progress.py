@@ -14,15 +14,17 @@ class StepReport(TrainerCallback):
     """Tell how far a run is after each optimizer step.
 
     Args:
-        tell: called with words such as "step 3 of 40".
+        title: of the run.
+        advance: as `progress` yields it; called with the title and how far the run is, such as "step 3 of 40".
     """
 
-    def __init__(self, tell: Callable[[str], object]) -> None:
-        self.tell = tell
+    def __init__(self, title: str, advance: Callable[[str, int], object]) -> None:
+        self.title = title
+        self.advance = advance
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Tell it."""
-        self.tell(f"step {state.global_step} of {state.max_steps}")
+        self.advance(f"{self.title}, step {state.global_step} of {state.max_steps}", 0)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -94,7 +94,9 @@ def sweep_rows(runs: Sequence[SweepRun]) -> list[SweepRow]:
                 exact=own[0].exact,
                 seeds=tuple(result.seed for result in own),
                 base={name: values.base for name, values in own[0].evaluation.items()},
-                metrics={name: _over(own, lambda r, n=name: r.evaluation[n].adapter) for name in own[0].evaluation},
+                metrics={
+                    name: _over([result.evaluation[name].adapter for result in own]) for name in own[0].evaluation
+                },
                 gain_share=_spread(_gain(result, lora.get(result.seed)) for result in own),
                 peak_bytes=_spread(result.peak_bytes for result in own),
                 seconds_per_step=_spread(result.seconds_per_step for result in own),
@@ -155,14 +157,13 @@ def _gain(result: RunResult, lora: RunResult | None) -> float | None:
     return (loss.base - loss.adapter) / improvement if improvement > 0 else None
 
 
-def _over(results: Sequence[RunResult], value: Callable[[RunResult], float]) -> Spread:
-    values = [value(result) for result in results]
+def _over(values: Sequence[float]) -> Spread:
     return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
 
 
 def _spread(values: Iterable[float | None]) -> Spread | None:
     found = [value for value in values if value is not None]
-    return Spread(statistics.fmean(found), statistics.stdev(found) if len(found) > 1 else None) if found else None
+    return _over(found) if found else None
 
 
 def _scaled(value: Spread, factor: float) -> Spread:
