@@ -65,8 +65,9 @@ def test_commonsense_in_its_small_version(
     peaks = {name: row["peak_bytes"]["mean"] for name, row in by_method(content, "pretrained").items()}
     assert peaks["sage-attention"] < peaks["lora-checkpointing"] < peaks["lora"]
     untrained = by_method(content, "untrained")
-    worse, lora = (untrained[name]["metrics"]["eval_loss"] for name in ("sage-attention", "lora"))
-    assert worse["mean"] - worse["std"] > lora["mean"] + lora["std"]
+    # nothing is salient to random weights, so that approximate gradients lose more there
+    assert untrained["lora"]["gain_share"]["mean"] == 1
+    assert untrained["sage-attention"]["gain_share"]["mean"] < 0.9
     assert "Least of LoRA's gain: SAGE, " in out
 
 
