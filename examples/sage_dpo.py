@@ -12,7 +12,7 @@ file is in https://github.com/openai/grade-school-math, grade_school_math/data).
 
     python examples/sage_dpo.py --model Qwen/Qwen2.5-1.5B-Instruct --dtype bfloat16 --bf16 true \
         --dataset_name trl-lib/ultrafeedback_binarized --dataset_test_rows 500 --long_rows drop --max_length 2048 \
-        --methods lora lora-checkpointing mesp sage-attention sage-loss sage-gradient sage-random \
+        --methods lora lora-checkpointing mesp sage-attention sage-gradient sage-random \
         --budgets 0.5 0.25 --seeds 0 1 2 --r 16 --learning_rate 5e-6 --max_steps 400 \
         --per_device_train_batch_size 4 --output_dir sage_dpo_ultrafeedback
 

@@ -32,7 +32,7 @@ _DESCRIPTION = """\
 Measure what SAGE costs, saves and learns, against LoRA and MeSP on SmolLM2-135M with real weights:
   steps     peak memory, cached bytes and paired step time on 4 rows of 512 tokens; half an hour on one core
   learning  LoRA, MeSP and SAGE in each saliency and budget, trained on the same rows with LoRA's best learning rate of
-            three, judged on held-out rows; about 15 minutes a run on one core, 51 runs for each data set
+            three, judged on held-out rows; about 15 minutes a run on one core, 42 runs for each data set
   cosine    SAGE's gradients against the exact ones, at random adapters and after LoRA's training; three hours
 Every result is a file of its own as soon as it is there. Run the same command again to go on: what is there is not
 measured again, and the tables name what is missing.

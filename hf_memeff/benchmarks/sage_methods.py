@@ -12,7 +12,7 @@ from peft import get_peft_model
 from hf_memeff.benchmarks.comparison import METHOD_TITLES, with_shared_weights, wrap
 from hf_memeff.tuners.sage import SageConfig
 
-SALIENCIES = ("gradient", "loss", "attention", "value_norm", "random")
+SALIENCIES = ("gradient", "attention", "value_norm", "random")
 BUDGETS = (0.25, 0.5, 0.125)
 """Token budgets, the one that matters most first."""
 

@@ -19,7 +19,6 @@ _COLOURS = {
     "lora": "#888888",
     "mesp": "#d62728",
     "sage-gradient": "#1f77b4",
-    "sage-loss": "#17becf",
     "sage-attention": "#2ca02c",
     "sage-value_norm": "#9467bd",
     "sage-random": "#ff7f0e",

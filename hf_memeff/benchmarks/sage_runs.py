@@ -14,7 +14,7 @@ SEEDS = (0, 1, 2)
 LEARNING_NAMES = tuple(name for name in NAMES if name != "lora-checkpointing")
 """Methods that learn; checkpointing learns what LoRA learns."""
 
-_FIRST_NAMES, _FIRST_BUDGET = ("sage-gradient", "sage-attention", "sage-random", "sage-loss"), 0.25
+_FIRST_NAMES, _FIRST_BUDGET = ("sage-gradient", "sage-attention", "sage-random"), 0.25
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from hf_memeff.blocks.causal_loss import attach_loss, detach_loss, loss_report
 from hf_memeff.blocks.layouts import Layout, NormConvention, layout_of, norm_convention, part
 from hf_memeff.blocks.linear import LinearPlan, WeightLinear, plan_linear
 from hf_memeff.blocks.options import EngineOptions
-from hf_memeff.blocks.readout import detach_readout
 from hf_memeff.blocks.selfcheck import check_block, needs_weights
 from hf_memeff.blocks.status import MemeffStatus, PathReport
 from hf_memeff.blocks.store import make_store
@@ -103,7 +102,6 @@ def detach_blocks(model: nn.Module) -> None:
         _remove_hooks(module)
     _swap_factors(model, WeightLinear, nn.Linear)
     detach_loss(model)
-    detach_readout(model)
     model.__dict__.pop(OPTIONS, None)
 
 

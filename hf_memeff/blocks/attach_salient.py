@@ -7,12 +7,11 @@ from collections.abc import Callable
 
 from torch import nn
 
-from hf_memeff.blocks.attached import OPTIONS, attached_forward, attached_options, owners
+from hf_memeff.blocks.attached import OPTIONS, attached_forward, attached_options
 from hf_memeff.blocks.batch_tokens import leave
 from hf_memeff.blocks.block import NEEDS_SCORES, say_once, unscored_message
 from hf_memeff.blocks.layouts import layout_of, part
 from hf_memeff.blocks.options import EngineOptions, SalientTokens
-from hf_memeff.blocks.readout import attach_readout
 
 
 def set_token_budget(model: nn.Module, token_budget: float | str) -> None:
@@ -82,8 +81,8 @@ def dense_layers(options: EngineOptions, layers: list[nn.Module]) -> set[int]:
 
 
 def look_for_salient_blocks(model: nn.Module, options: EngineOptions) -> None:
-    """Refuse a model that cannot be scored as asked: none of its blocks has a known layout where attention is to be
-    looked at, or it cannot be read early. Say it where blocks without a known layout keep every token.
+    """Refuse a model none of whose blocks has a known layout where attention is to be looked at. Say it where blocks
+    without a known layout keep every token.
 
     Raises:
         ValueError: as above.
@@ -97,9 +96,6 @@ def look_for_salient_blocks(model: nn.Module, options: EngineOptions) -> None:
         if options.salient.saliency in NEEDS_SCORES:
             raise ValueError(unscored_message(type(model).__name__, options.salient.saliency, reason, exact=True))
         say_once(f"no block of this {type(model).__name__} leaves tokens out, its gradients are exact: {reason}")
-    if forwards and options.salient.saliency == "loss":
-        layers = [module for module in model.modules() if attached_forward(module) is not None]
-        attach_readout(model, owners(model, layers), options.salient.saliency)
     if options.strict and options.salient.backward_keys == "kept" and re_runs_attention(model):
         raise RuntimeError(
             'got strict=True and backward_keys="kept" on a model whose attention drops out in training, expected one '

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hf_memeff.blocks.readout import Readout, readout_of
 from hf_memeff.ops.saliency import query_positions, random_saliency
 from hf_memeff.ops.selection import KeptTokens, always_kept, select
 
@@ -29,7 +28,7 @@ class BatchTokens:
     """The tokens of one call of the model.
 
     Attributes:
-        targets: (B, S) int64, the label that each row predicts, -100 for none; ``None`` without labels.
+        predicted: (B, S) bool, rows that predict a label; ``None`` without labels.
         real: (B, S) bool, tokens that are not padding; ``None`` where nothing is padded.
         segments: (B, S) int64, number of the packed sequence a token belongs to; ``None`` for one sequence per row.
         content: the call's input ids, or one feature of its embeddings.
@@ -37,33 +36,15 @@ class BatchTokens:
             and from the content: epochs draw anew, while a re-run and every block of a call draw the same tokens, a
             resumed run those of an uninterrupted one, and the generator stays where LoRA would have it.
         compiled: whether the call is part of a compiled model's.
-        readout: the end of the model, where it is read early.
     """
 
-    targets: Tensor | None = None
+    predicted: Tensor | None = None
     real: Tensor | None = None
     segments: Tensor | None = None
     content: Tensor | None = field(default=None, repr=False)
     state: int = 0
     compiled: bool = False
-    readout: Readout | None = field(default=None, repr=False)
     _found: dict[Any, Any] = field(default_factory=dict, repr=False)
-
-    @property
-    def predicted(self) -> Tensor | None:
-        """(B, S) bool, rows that predict a label; ``None`` without labels."""
-        return None if self.targets is None else self.targets != IGNORED
-
-    def likely_loss(self, hidden: Tensor) -> Tensor | None:
-        """How much each row's prediction is likely to cost, (B, S), from a block's input (B, S, D); ``None`` without
-        labels, and where the model cannot be read early.
-        """
-        if self.targets is None or self.readout is None or self.readout.unreadable(hidden.shape[-1]):
-            return None
-        targets, key = self.targets.to(hidden.device), ("places", hidden.device)
-        if key not in self._found:  # found once per call: an accelerator has to wait for it
-            self._found[key] = (targets != IGNORED).nonzero()
-        return self.readout.scores(hidden, targets, self._found[key])
 
     def always(self, shape: tuple[int, int], device: torch.device, sink_tokens: int, keep_last: bool) -> Tensor:
         """The tokens that are kept whatever their score, (B, S) bool; found once per call of the model."""
@@ -88,11 +69,10 @@ class BatchTokens:
         key = "queries", shape, device, query_rows
         if key not in self._found:
             last = self.always(shape, device, 0, True)
-            predicted = self.predicted
-            if predicted is None or query_rows == "last":
+            if self.predicted is None or query_rows == "last":
                 candidates = last
             else:  # a sequence without labels asks its last token
-                predicted = predicted.to(device)
+                predicted = self.predicted.to(device)
                 candidates = torch.where(predicted.any(1, keepdim=True), predicted, last)
             limit = query_rows if isinstance(query_rows, int) else None
             self._found[key] = query_positions(candidates, limit)
@@ -170,7 +150,6 @@ def _enter(
     if module.training and (outer is None or outer.module is not module):
         tokens = read_tokens(module, args, kwargs, outer.tokens if outer is not None else None)
         tokens.compiled = compiled or tokens.compiled
-        tokens.readout = readout_of(module) if outer is None else outer.tokens.readout
         _current.set(_Entry(module, tokens, outer))
 
 
@@ -201,7 +180,7 @@ def read_tokens(
     shape = source.shape[:2] if isinstance(source, Tensor) and source.dim() >= 2 else None
     labelled_rows = type(module).__name__.endswith("ForTokenClassification")
     tokens = BatchTokens(
-        _targets(named.get("labels"), named.get("shift_labels"), shape, shifted=not labelled_rows),
+        _predicted(named.get("labels"), named.get("shift_labels"), shape, shifted=not labelled_rows),
         _real(named.get("attention_mask"), shape),
         _segments(named.get("position_ids"), named.get("cu_seq_lens_q"), shape),
         _content(ids, embeddings),
@@ -209,7 +188,7 @@ def read_tokens(
     )
     if outer is None:
         return tokens
-    for name in ("targets", "real", "segments"):
+    for name in ("predicted", "real", "segments"):
         theirs = getattr(outer, name)
         if getattr(tokens, name) is None and theirs is not None and (shape is None or theirs.shape == shape):
             setattr(tokens, name, theirs)
@@ -218,17 +197,17 @@ def read_tokens(
     return tokens
 
 
-def _targets(labels: Any, shift_labels: Any, shape: torch.Size | None, *, shifted: bool) -> Tensor | None:
+def _predicted(labels: Any, shift_labels: Any, shape: torch.Size | None, *, shifted: bool) -> Tensor | None:
     def for_rows(value: Any) -> bool:  # labels of a sequence classifier are no rows
         return isinstance(value, Tensor) and value.dim() == 2 and (shape is None or value.shape == shape)
 
     if for_rows(shift_labels):
-        return shift_labels
+        return shift_labels != IGNORED
     if not for_rows(labels):
         return None
     if not shifted:
-        return labels
-    return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        return labels != IGNORED
+    return nn.functional.pad(labels[:, 1:] != IGNORED, (0, 1), value=False)
 
 
 def _real(mask: Any, shape: torch.Size | None) -> Tensor | None:

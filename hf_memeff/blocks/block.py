@@ -28,7 +28,7 @@ from hf_memeff.ops.activations import Activation, identify_activation
 logger = logging.getLogger("hf_memeff")
 
 _UNNAMED = "its forward takes arguments without names, of which the hidden states cannot be told apart"
-NEEDS_SCORES = ("attention", "loss", "value_norm")  # saliencies that look at the attention's own tensors
+NEEDS_SCORES = ("attention", "value_norm")  # saliencies that look at the attention's own tensors
 SELF = "_hf_memeff_self"  # keyword under which the pre-hook hands a layer to its forward
 
 
@@ -179,7 +179,7 @@ class BlockForward:
         if self.unscored is None:
             self.unscored = self.look(layer)
         call = SalientCall(self.salient, tokens, whole=bool(self.unscored))
-        for notice in call.notices(*hidden.shape[1:]):
+        for notice in call.notices(hidden.shape[1]):
             say_once(notice)
         return self.structured(layer, hidden, others, plans, call)
 

@@ -10,8 +10,7 @@ class SalientTokens:
     """Which tokens a block's backward pass runs through (SAGE), and what its attention's backward sees.
 
     Attributes:
-        saliency: what a token's score is: ``attention``, ``loss``, ``gradient``, ``value_norm`` or
-            ``random``.
+        saliency: what a token's score is: ``attention``, ``gradient``, ``value_norm`` or ``random``.
         token_budget: share of the tokens that are kept, in (0, 1], or ``adaptive``.
         attention_mass: share of the saliency that the kept tokens hold together, for ``adaptive``.
         min_tokens: fewest kept tokens, for ``adaptive``.

@@ -47,20 +47,16 @@ class SalientCall:
     tokens: BatchTokens
     whole: bool = False
 
-    def notices(self, length: int, width: int) -> list[str]:
-        """What a user should know about a call whose tokens, of that number and width, are not scored as asked for."""
+    def notices(self, length: int) -> list[str]:
+        """What a user should know about a call whose tokens, of that number, are not scored as asked for."""
         settings, tokens, found = self.settings, self.tokens, []
         by_labels = settings.saliency == "attention" and settings.query_rows != "last"
-        if tokens.targets is None and (by_labels or settings.saliency == "loss"):
+        if tokens.predicted is None and by_labels:
             found.append(
                 "the model sees no labels of tokens, so that SAGE scores the attention of each sequence's last token "
                 "alone: right for a classifier of sequences. Where a trainer keeps the labels to itself (label "
                 'smoothing, compute_loss_func), saliency="gradient" needs none'
             )
-        elif settings.saliency == "loss":
-            reason = "another module runs the blocks" if tokens.readout is None else tokens.readout.unreadable(width)
-            if reason:
-                found.append(f'saliency="loss" cannot look at the model\'s end and goes by attention alone: {reason}')
         if settings.token_budget == "adaptive" and settings.min_tokens > length:
             # no length in it: it is said once, not once for each length
             found.append(f"min_tokens={settings.min_tokens} is above a batch's length and stands for all its tokens")
@@ -106,7 +102,6 @@ class _Cache:
         return list(self.__dict__.values())
 
 
-_LOSS_SEEN = 0.5  # of what a token's being looked at counts beside its own likely loss; best of 0.5, 1, 2 on SmolLM2
 _ADAPTIVE_ASKED = 0.25  # share of the rows whose attention the gradient is followed through, where no budget says it
 _STORED = ("hidden", "output", "keys", "values")  # as large as tokens times width: these wait in the activation store
 _FIELDS = tuple(_Cache.__dataclass_fields__)
@@ -115,10 +110,9 @@ _FIELDS = tuple(_Cache.__dataclass_fields__)
 class _Chooser(AttentionProbe):
     """Chooses the tokens while the attention's tensors are at hand, and keeps what the backward pass needs of them."""
 
-    def __init__(self, call: BlockCall, salient: SalientCall, hidden: Tensor) -> None:
+    def __init__(self, call: BlockCall, salient: SalientCall) -> None:
         super().__init__(part(call.layer, call.layout.attention), salient.tokens)
         self._salient = salient
-        self._hidden = hidden
         self.kept: KeptTokens
         self.cache: dict[str, Tensor] = {}
 
@@ -147,14 +141,7 @@ class _Chooser(AttentionProbe):
         if settings.saliency == "value_norm":
             return value_norm_saliency(self.v)
         rows, alive = tokens.queries(shape, self.q.device, settings.query_rows)
-        loss = tokens.likely_loss(self._hidden) if settings.saliency == "loss" else None
-        if loss is None:
-            return attention_saliency(self.q, self.k, self.rule, rows, alive, self.lse)
-        # a row without a label that is asked all the same (the last one) counts in full
-        asked = loss.gather(1, rows)
-        weights = torch.where(asked > 0.0, asked, 1.0)
-        seen = attention_saliency(self.q, self.k, self.rule, rows, alive, self.lse, weights)
-        return loss + _LOSS_SEEN * seen / self.q.shape[1]
+        return attention_saliency(self.q, self.k, self.rule, rows, alive, self.lse)
 
 
 class _Reader(AttentionProbe):
@@ -192,7 +179,7 @@ class SalientBlock(torch.autograd.Function):
         if not salient.whole:
             by_gradient = saliency == "gradient"
             attention = part(call.layer, call.layout.attention)
-            probe = _Reader(attention, salient.tokens) if by_gradient else _Chooser(call, salient, hidden)
+            probe = _Reader(attention, salient.tokens) if by_gradient else _Chooser(call, salient)
         output = block_forward(pass_, hidden, call.arguments.unpack(others), probe)
         if probe is not None and not probe.called:
             raise UnscorableAttention(f"{call.layout.attention} does not call the attention function it is set to")

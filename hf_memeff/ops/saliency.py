@@ -5,15 +5,12 @@ Only the query rows that a score needs are looked at, in tiles: no S x S matrix 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from hf_memeff.ops.attention import ScoreRule, capped_scores, probabilities, row_tiles, rows_log_sum_exp
 from hf_memeff.ops.precision import accumulation_dtype
 
-_READ_ROWS = 512  # rows of one tile of the early look
 _LOW = 32  # rows below which a tile's products are too thin to be fast
 
 
@@ -86,52 +83,6 @@ def attention_saliency(
         else:
             total[:, :limit] += torch.bmm(weights[:, None, tile].to(p.dtype), p.sum(1))[:, 0]
     return total
-
-
-def loss_saliency(
-    hidden: Tensor,
-    targets: Tensor,
-    places: Tensor,
-    norm: Callable[[Tensor], Tensor],
-    weight: Tensor,
-    mean: Tensor,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """How much each row's prediction is likely to cost, by an early look through the model's output layer (ours; the
-    logit lens of nostalgebraist, 2020, for the label alone).
-
-    With z_i = norm(h_i) . (w_label(i) - mean(w)), and the biases' difference where there are some, that is the label's
-    logit above the vocabulary's mean, the score is sigmoid((mean(z) - z_i) / std(z)), mean and deviation over the rows
-    of a sequence that predict a label: one dot product a row, no logits. A scale or a softcap of the logits does not
-    enter.
-
-    Args:
-        hidden: (B, S, D), a block's input.
-        targets: (B, S) int64, the label that each row predicts, any value where there is none.
-        places: (n, 2) int64, sequence and position of each row that predicts a label.
-        norm: of the model's last hidden state.
-        weight: (V, D), of its output layer, on any device.
-        mean: (D,), the mean of the weight's rows.
-        bias: (V,), of its output layer.
-
-    Returns:
-        (B, S) in the accumulation dtype: between 0 and 1, 0 for rows without a label.
-    """
-    dtype = accumulation_dtype(hidden.dtype)
-    z = torch.zeros(targets.shape, dtype=dtype, device=hidden.device)
-    labelled = torch.zeros(targets.shape, dtype=torch.bool, device=hidden.device)
-    labelled[places.unbind(1)] = True
-    for tile in places.split(_READ_ROWS):
-        rows, columns = tile.unbind(1)
-        labels = targets[rows, columns].to(weight.device)
-        direction = weight[labels].to(hidden.device, dtype) - mean
-        z[rows, columns] = (norm(hidden[rows, columns]).to(direction) * direction).sum(-1)
-        if bias is not None:
-            z[rows, columns] += (bias[labels] - bias.mean(dtype=dtype)).to(z)
-    counts = labelled.sum(1, keepdim=True).clamp_min(1)
-    centred = torch.where(labelled, z.sum(1, keepdim=True) / counts - z, 0.0)  # z is 0 where there is no label
-    deviation = (centred.square().sum(1, keepdim=True) / counts).sqrt_()
-    return torch.where(labelled, torch.sigmoid(centred / deviation.clamp_min(1e-6)), 0.0)
 
 
 def value_norm_saliency(v: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ def test_the_learning_table_names_missing_seeds(learning) -> None:
     assert table["SAGE, attention, 0.25"][-1] == "seed 1"
     assert table["SAGE, value norm, 0.125"] == ["-", "-", "-", "-", "-", "seed 0, 1, 2"]
     assert table["MeSP"][-1] == "seed 0"
-    assert len(table) == 2 + 1 + 2 + 5 * 3
+    assert len(table) == 2 + 1 + 2 + 4 * 3
     assert learning_table(learning, "boolq") == NOT_MEASURED
 
 

@@ -78,7 +78,7 @@ def test_a_decoder_with_more_rows_than_the_model_was_given_goes_by_its_own():
     inner = read_tokens(Model(), (), {"inputs_embeds": longer, "attention_mask": torch.ones(2, 6)}, outer)
     assert inner.predicted is None and inner.real.shape == (2, 6)
     same = read_tokens(Model(), (), {"inputs_embeds": longer[:, :4]}, outer)
-    assert same.targets is outer.targets and same.real is outer.real
+    assert same.predicted is outer.predicted and same.real is outer.real
 
 
 def test_an_interrupted_step_leaves_nothing_behind():

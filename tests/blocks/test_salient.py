@@ -17,7 +17,7 @@ from hf_memeff.memory import saved_tensor_bytes
 from hf_memeff.ops.selection import KeptTokens
 
 TOLERANCE = ORDER_OF_SUMS[torch.float64]
-SALIENCIES = ("attention", "loss", "gradient", "value_norm", "random")
+SALIENCIES = ("attention", "gradient", "value_norm", "random")
 KEPT = {
     "some": [[0, 3, 4, 11], [0, 7, 20, 22]],
     "uneven": [[2, 9, 10, 12, 17], [5, 6]],

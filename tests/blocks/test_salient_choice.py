@@ -15,7 +15,7 @@ from hf_memeff.blocks.options import SalientTokens
 from hf_memeff.blocks.salient import SalientCall
 from hf_memeff.ops.selection import budget_tokens
 
-SALIENCIES = ("attention", "loss", "gradient", "value_norm", "random")
+SALIENCIES = ("attention", "gradient", "value_norm", "random")
 
 
 def sparse(budget=0.3, **settings):
@@ -143,25 +143,6 @@ def test_attention_keeps_the_top_of_whole_attention_matrices(side, implementatio
         assert [set(alive_positions(kept, row)) for row in range(2)] == rows
 
 
-def test_likely_losses_keep_the_rows_whose_label_the_output_layer_gives_least_of(chosen):
-    """The first block reads the embeddings; four of ten labels fit beside the last token, and no attention counts."""
-    model, batch = adapted("llama", torch.float32), token_batch(2, LENGTH)
-    batch["labels"][:, :-10] = -100
-    base = model.get_base_model()
-    with torch.no_grad():
-        logits = base.lm_head(base.model.norm(base.model.embed_tokens(batch["input_ids"])))
-    targets = batch["labels"].roll(-1, 1).clamp_min(0)
-    surprise = logits.mean(-1) - logits.gather(-1, targets[..., None])[..., 0]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_memeff.blocks.salient._LOSS_SEEN", 1e-6)
-        with engine(model, strict=True, salient=sparse(5 / LENGTH, saliency="loss", sink_tokens=0)):
-            step(model, batch)
-    for row in range(2):
-        rows = range(LENGTH - 11, LENGTH - 1)
-        hardest = sorted(rows, key=lambda i, row=row: -surprise[row, i].item())[:4]
-        assert alive_positions(chosen[-2], row) == sorted([*hardest, LENGTH - 1])
-
-
 def eager_attentions(model, batch):
     """The attention of every layer, (B, H, S, S), by the eager implementation."""
     base = model.get_base_model()
@@ -198,41 +179,6 @@ def test_gradients_count_by_themselves_and_through_the_attention_of_the_rows_wit
         asked = g[row].topk(budget_tokens(0.3, LENGTH)).indices
         expected[row] += (g[row, asked, None] * attention[row, asked]).sum(0)
     assert relative_error(scores[0], expected) <= 1e-4
-
-
-@pytest.mark.parametrize("side", [None, "left", "right"])
-def test_likely_losses_count_by_themselves_and_through_the_attention_of_their_rows(side, monkeypatch):
-    model, batch = adapted("llama", torch.float32), token_batch(2, LENGTH, side)
-    batch["labels"][0, : LENGTH // 2], batch["labels"][1] = -100, -100  # the second sequence has no label
-    attention = eager_attentions(model, batch)[0].mean(1)
-    base = model.get_base_model()
-    with torch.no_grad():
-        logits = base.lm_head(base.model.norm(base.model.embed_tokens(batch["input_ids"])))
-    rows = (batch["labels"][0].roll(-1) != -100).nonzero().flatten()
-    z = logits[0].gather(1, batch["labels"][0].roll(-1).clamp_min(0)[:, None])[:, 0] - logits[0].mean(-1)
-    loss = torch.sigmoid((z[rows].mean() - z[rows]) / z[rows].std(unbiased=False))
-    scores = []
-    own = SalientCall.choose
-    monkeypatch.setattr(SalientCall, "choose", lambda self, s, *rest: (scores.append(s), own(self, s, *rest))[1])
-    with engine(model, strict=True, salient=sparse(0.3, saliency="loss")):
-        scores.clear()
-        step(model, batch)
-    expected = 0.5 * (loss[:, None] * attention[0, rows]).sum(0)
-    expected[rows] += loss
-    assert relative_error(scores[0][0], expected) <= 1e-4
-    last = batch["attention_mask"][1].nonzero().max() if side else LENGTH - 1
-    assert relative_error(scores[0][1], 0.5 * attention[1, last]) <= 1e-4
-
-
-def test_without_labels_likely_losses_are_the_last_token_s_attention(chosen):
-    model, batch = adapted("llama", torch.float32), token_batch(2, LENGTH)
-    del batch["labels"]
-    found = []
-    for settings in ({"saliency": "loss"}, {"saliency": "attention", "query_rows": "last"}):
-        with engine(model, strict=True, salient=sparse(**settings)):
-            model(**batch).logits.sum().backward()
-        found.append([kept.positions for kept in chosen[-2:]])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.slow

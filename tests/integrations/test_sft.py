@@ -4,8 +4,7 @@ import pytest
 from peft import LoraConfig
 
 from helpers import fill_adapters, tiny_model
-from hf_memeff import GradientProbeCallback, SageBudgetCallback, SageCallback, SageConfig
-from hf_memeff.blocks.batch_tokens import BatchTokens
+from hf_memeff import GradientProbeCallback, SageBudgetCallback, SageCallback
 from integration._training import LORA, losses, sft, trained_weights
 from integrations._training import assert_same, logged
 
@@ -24,22 +23,3 @@ def test_annealed_and_probed_sage_runs_as_without_the_probe(tmp_path, settings):
     assert runs[1][1:] == runs[0][1:] and runs[0][2][:10] == pytest.approx([1 - 0.08 * step for step in range(10)])
     assert [measured.step for measured in probe.probes] == [5, 10]
     assert all(0.3 < measured.cosine < 0.999 for measured in probe.probes)
-
-
-@pytest.mark.parametrize("settings", [{}, {"packing": True, "max_length": 48}], ids=["defaults", "packing"])
-def test_likely_losses_find_the_labels_under_trl_s_fused_head(tmp_path, settings, monkeypatch):
-    found = []
-    own = BatchTokens.likely_loss
-
-    def noted(self, hidden):
-        found.append((own(self, hidden), self.targets))
-        return found[-1][0]
-
-    monkeypatch.setattr(BatchTokens, "likely_loss", noted)
-    config = SageConfig(**LORA, token_budget=0.3, saliency="loss", sink_tokens=1, dense_layers=())
-    trainer = sft(tmp_path, tiny_model(), config, max_steps=1, **settings)
-    found.clear()  # the self-check's
-    trainer.train()
-    assert len(found) == 2
-    for scores, targets in found:
-        assert (targets != -100).any() and ((scores > 0) == (targets != -100)).all()

@@ -10,7 +10,6 @@ from hf_memeff.ops.attention import ScoreRule
 from hf_memeff.ops.saliency import (
     attention_saliency,
     gradient_saliency,
-    loss_saliency,
     query_positions,
     random_saliency,
     value_norm_saliency,
@@ -119,36 +118,3 @@ def test_positions_of_the_rows_that_are_asked():
     assert everything.tolist() == [[0, 1, 2, 3]] * 2 and alive is None
     none, alive = query_positions(torch.zeros(2, 4, dtype=torch.bool))
     assert none.shape == (2, 0) and alive is None
-
-
-def early_look(rows, hidden, targets, norm, weight, bias):
-    """``loss_saliency`` of one sequence from whole logits."""
-    logits = norm(hidden[rows]) @ weight.T + bias
-    z = logits.gather(1, targets[rows, None])[:, 0] - logits.mean(1)
-    return torch.sigmoid((z.mean() - z) / z.std(unbiased=False))
-
-
-@pytest.mark.parametrize("biased", [False, True])
-def test_likely_losses_are_those_of_the_label_s_logit_above_the_mean(biased, monkeypatch):
-    monkeypatch.setattr("hf_memeff.ops.saliency._READ_ROWS", 3)
-    hidden, weight = torch.randn(2, 9, 5, dtype=torch.float64), torch.randn(7, 5, dtype=torch.float64)
-    bias = torch.randn(7, dtype=torch.float64) if biased else None
-    targets, labelled = torch.randint(7, (2, 9)), torch.zeros(2, 9, dtype=torch.bool)
-    labelled[0, 3:8], labelled[1, :2] = True, True
-    norm = torch.nn.RMSNorm(5).double()
-    torch.nn.init.normal_(norm.weight)
-    got = loss_saliency(hidden, targets, labelled.nonzero(), norm, weight, weight.mean(0), bias).detach()
-    for sequence, rows in ((0, range(3, 8)), (1, range(2))):
-        offset = 0.0 if bias is None else bias
-        expected = early_look(list(rows), hidden[sequence], targets[sequence], norm, weight, offset)
-        torch.testing.assert_close(got[sequence, list(rows)], expected)
-    assert (got[~labelled] == 0).all() and (got[labelled] > 0).all()
-
-
-def test_a_sequence_with_one_label_or_none_has_finite_likely_losses():
-    places = torch.tensor([[0, 1]])
-    arguments = torch.zeros(2, 3, dtype=torch.long), places, torch.nn.Identity(), torch.randn(4, 2), torch.zeros(2)
-    got = loss_saliency(torch.randn(2, 3, 2), *arguments)
-    assert torch.equal(got, torch.tensor([[0.0, 0.5, 0.0], [0.0] * 3]))
-    none = loss_saliency(torch.randn(2, 3, 2), arguments[0], places[:0], *arguments[2:])
-    assert not none.any()

@@ -40,7 +40,7 @@ class SageConfig(MemeffConfig):
     `token_budget` is 1, where they are LoRA's and nothing is scored. Adapter and files are LoRA's. Every field of
     `LoraConfig` keeps its meaning and its place; the fields of this package are keyword-only.
     Source: "Forward Knows Efficient Backward Path: Saliency-Guided Memory-Efficient Fine-tuning of Large Language
-    Models", ACL 2025 (long 459). Ours differ: q and k adapters receive their gradients, and the saliencies "loss",
+    Models", ACL 2025 (long 459). Ours differ: q and k adapters receive their gradients, and the saliencies
     "gradient" and "random" are added.
 
     Example:
@@ -51,9 +51,8 @@ class SageConfig(MemeffConfig):
 
     Raises:
         ValueError: a field is out of its range, or one of `REFUSED_VARIANTS` is set. On attaching: a layer of
-            `dense_layers` that the model does not have, a saliency that scores attention on a model whose attention
-            can't be scored, or saliency="loss" on a model without an output layer over a vocabulary or a norm before
-            it. A budget of 1 scores nothing and refuses neither.
+            `dense_layers` that the model does not have, or a saliency that scores attention on a model whose attention
+            can't be scored. A budget of 1 scores nothing and refuses nothing.
     """
 
     method: ClassVar[str] = "sage"
@@ -62,15 +61,15 @@ class SageConfig(MemeffConfig):
 
     saliency: str = option(
         "attention",
-        one_of("attention", "loss", "gradient", "value_norm", "random"),
-        "How a block scores its tokens. 'attention': the attention that the rows of `query_rows` pay to them, known in "
-        "the forward pass, so that only kept tokens are stored (least memory). 'loss': how hard the label that they "
-        "predict looks in an early look through the model's output layer, plus how much such rows attend to them, for "
-        "the same memory: the better choice where the model is given labels (without them it is 'attention'). "
-        "'gradient': the gradient that comes back to them, by itself and through attention: the best choice of tokens, "
-        "which needs no labels, but the block inputs of all tokens (MeSP's memory). 'value_norm': the size of their "
-        "values, as in the authors' code, which is cheaper to score. 'random': a baseline, drawn for each call from "
-        "its tokens and the state of PyTorch's generator, which stays as it is.",
+        one_of("attention", "gradient", "value_norm", "random"),
+        "How a block scores its tokens. 'attention': the attention that the rows of `query_rows` pay to them, known in"
+        " the forward pass, so that only kept tokens are stored (least memory). It never learns which tokens are "
+        "predicted badly, so that it needs a lower learning rate than LoRA and diverges with one that is too high "
+        "(README has the figures). 'gradient': the gradient that comes back to them, by itself and through attention: "
+        "the best choice of tokens, which learns with LoRA's rates and needs no labels, but the block inputs of all "
+        "tokens (MeSP's memory). 'value_norm': the size of their values, as in the authors' code, which is cheaper to "
+        "score. 'random': a baseline, drawn for each call from its tokens and the state of PyTorch's generator, which "
+        "stays as it is.",
     )
     token_budget: float | str = option(
         0.5,
@@ -127,7 +126,7 @@ class SageConfig(MemeffConfig):
             "'labels', 'last' or an integer from 1",
             lambda value: _is_one_of(value, "labels", "last") or _is_integer(value, 1),
         ),
-        "Rows whose attention is scored, for saliency='attention' and 'loss'. 'labels': those that predict a label "
+        "Rows whose attention is scored, for saliency='attention'. 'labels': those that predict a label "
         "(the last row where the model gets no labels, as under label smoothing), 'last': the last real row alone "
         "(cheapest), a number: at most so many of those that predict a label, evenly spaced (bounds the cost of long "
         "answers).",
@@ -175,6 +174,6 @@ class SageConfig(MemeffConfig):
     def _without_effect(self) -> list[str]:
         """Names of fields that were set although the other fields leave them without effect."""
         idle = [] if self.token_budget == "adaptive" else ["attention_mass", "min_tokens"]
-        if self.saliency not in ("attention", "loss"):
+        if self.saliency != "attention":
             idle.append("query_rows")
         return [name for name in idle if getattr(self, name) != type(self).__dataclass_fields__[name].default]

@@ -97,7 +97,7 @@ def test_every_field_of_the_engine_s_has_a_config_field_with_help_that_names_wha
         if item.name != "backward_keys":  # None, which follows the saliency
             assert getattr(SageConfig(), item.name) == item.default, item.name
     for name, choices in {
-        "saliency": ("attention", "loss", "gradient", "value_norm", "random"),
+        "saliency": ("attention", "gradient", "value_norm", "random"),
         "token_budget": ("adaptive",),
         "backward_keys": ("kept", "all"),
         "query_rows": ("labels", "last"),
@@ -123,7 +123,7 @@ def test_set_fields_reach_the_engine():
     assert SageConfig(query_rows=16).engine_options().salient.query_rows == 16
 
 
-@pytest.mark.parametrize("saliency", ["attention", "loss", "value_norm", "random", "gradient"])
+@pytest.mark.parametrize("saliency", ["attention", "value_norm", "random", "gradient"])
 def test_where_all_keys_cost_no_memory_they_are_the_default(saliency):
     def keys_of(config):
         return config.engine_options().salient.backward_keys
@@ -158,7 +158,6 @@ def test_lists_of_layers_become_tuples():
         ({"query_rows": "last", "saliency": "gradient"}, ["query_rows"]),
         ({"query_rows": 8, "saliency": "value_norm"}, ["query_rows"]),
         ({"query_rows": 8}, []),
-        ({"query_rows": 8, "saliency": "loss"}, []),
         ({"attention_mass": 0.5, "min_tokens": 2, "token_budget": "adaptive"}, []),
     ],
 )
