@@ -11,7 +11,7 @@ from hf_memeff.benchmarks.sage_methods import LORA, SageMethod
 from hf_memeff.recipes.results import DataRecord, MetricValues, RunResult, TrainRecord
 from hf_memeff.recipes.sweep_results import Spread, SweepRun, least_gain, sweep_rows, sweep_table
 
-SAGE = SageMethod("sage-loss", 0.25)
+SAGE = SageMethod("sage-gradient", 0.25)
 ENVIRONMENT = Environment("cpu", 2, 1, None, "Linux", {}, None, "2026-12-01")
 
 
@@ -45,7 +45,7 @@ def runs() -> list[SweepRun]:
 def test_rows_are_means_and_deviations_over_the_seeds(runs: list[SweepRun]) -> None:
     lora, sage = sweep_rows(runs)
     assert (lora.title, lora.exact, lora.seeds) == ("LoRA", True, (0, 1))
-    assert (sage.title, sage.exact, sage.token_budget) == ("SAGE, loss, 0.25", False, 0.25)
+    assert (sage.title, sage.exact, sage.token_budget) == ("SAGE, gradient, 0.25", False, 0.25)
     assert sage.metrics["eval_loss"] == Spread(3.0, statistics.stdev([2.5, 3.5]))
     assert sage.base == {"eval_loss": 4.0, "exact_match": 0.0}
     assert lora.gain_share == Spread(1.0, 0.0)
@@ -68,7 +68,7 @@ def test_no_share_of_a_gain_that_lora_has_not() -> None:
 
 def test_settings_stay_apart(runs: list[SweepRun]) -> None:
     rows = sweep_rows([*runs, ran(LORA, 0, 1.0, setting="b")])
-    assert [(row.setting, row.method) for row in rows] == [("a", "lora"), ("a", "sage-loss"), ("b", "lora")]
+    assert [(row.setting, row.method) for row in rows] == [("a", "lora"), ("a", "sage-gradient"), ("b", "lora")]
     assert "b, seeds 0 |" in sweep_table(rows, "b", ["eval_loss"])
 
 
@@ -77,4 +77,4 @@ def test_the_table(runs: list[SweepRun]) -> None:
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert cells[0] == ["a, seeds 0, 1", "loss", "exact match", "share of LoRA's gain", "peak, MiB", "seconds a step"]
     assert cells[2] == ["base model", "4", "0", "-", "-", "-"]
-    assert cells[4] == ["SAGE, loss, 0.25", "3 ± 0.71", "0.5 ± 0", "0.625 ± 0.18", "1.5 ± 0.71", "2 ± 0"]
+    assert cells[4] == ["SAGE, gradient, 0.25", "3 ± 0.71", "0.5 ± 0", "0.625 ± 0.18", "1.5 ± 0.71", "2 ± 0"]
