@@ -63,13 +63,13 @@ class SageConfig(MemeffConfig):
         "attention",
         one_of("attention", "gradient", "value_norm", "random"),
         "How a block scores its tokens. 'attention': the attention that the rows of `query_rows` pay to them, known in"
-        " the forward pass, so that only kept tokens are stored (least memory). It never learns which tokens are "
-        "predicted badly, so that it needs a lower learning rate than LoRA and diverges with one that is too high "
-        "(README has the figures). 'gradient': the gradient that comes back to them, by itself and through attention: "
-        "the best choice of tokens, which learns with LoRA's rates and needs no labels, but the block inputs of all "
-        "tokens (MeSP's memory). 'value_norm': the size of their values, as in the authors' code, which is cheaper to "
-        "score. 'random': a baseline, drawn for each call from its tokens and the state of PyTorch's generator, which "
-        "stays as it is.",
+        " the forward pass, so that only kept tokens are stored (least memory). Nothing tells it which tokens are "
+        "predicted badly: it can diverge with learning rates that LoRA takes, and learnt less than 'random' at small "
+        "budgets (README has the figures). 'gradient': the gradient that comes back to them, by itself and through "
+        "attention: the best choice of tokens, which learns with LoRA's rates and needs no labels, but the block "
+        "inputs of all tokens (MeSP's memory). 'value_norm': the size of their values, as in the authors' code, which "
+        "is cheaper to score. 'random': a baseline, drawn for each call from its tokens and the state of PyTorch's "
+        "generator, which stays as it is.",
     )
     token_budget: float | str = option(
         0.5,
