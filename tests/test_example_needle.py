@@ -39,6 +39,8 @@ def test_small_version_on_the_real_model(
         losses = {
             m: statistics.fmean(x for r in results if r["method"] == m for x in r["answer_losses"]) for m in METHODS
         }
-        # what was dropped is nothing that the answers needed, and first keys and window alone are not enough
-        assert abs(losses["anchor"] - losses["dense"]) < 0.5 * (losses["sinks-window"] - losses["dense"])
+        # what was dropped is nothing that the answers needed
+        assert losses["anchor"] == pytest.approx(losses["dense"], rel=0.2, abs=0.2)
+        if name == "needles":  # which first keys and window alone do not find
+            assert losses["sinks-window"] > losses["anchor"] + 0.3
     assert out.count("| AnchorAttention, calibrated") == 3

@@ -48,7 +48,7 @@ def shipped_passages() -> list[Passage]:
         Passage(
             row.note,
             f"To which city do the {ticket['item']} go?" if counts[ticket["item"]] == 1 else None,
-            f"The {ticket['item']} go to",
+            f"The city that the {ticket['item']} go to is",
             ticket["city"],
         )
         for row, ticket in zip(rows, tickets, strict=True)

@@ -25,7 +25,7 @@ def test_shipped_questions_have_one_answer() -> None:
     asked = [passage for passage in passages if passage.question is not None]
     assert len(passages) == 368 and len(asked) > 100
     for passage in asked:
-        item = passage.lead.removeprefix("The ").removesuffix(" go to")
+        item = passage.lead.removeprefix("The city that the ").removesuffix(" go to is")
         assert item in passage.question and passage.answer not in passage.question
         assert [other for other in passages if item in other.text] == [passage]
         assert passage.answer in passage.text
