@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -59,6 +58,14 @@ def _dequantize(packed: Tensor, absmax: Tensor, blocksize: int, kind: str, shape
     return packed.new_zeros(*shape, dtype=dtype)
 
 
+def _gemm_4bit(
+    x: Tensor, packed: Tensor, shape: Any, absmax: Tensor, blocksize: int, kind: str, bias: Tensor | None = None
+) -> Tensor:
+    """bitsandbytes unpacks the whole weight for the product, and lets go of it afterwards."""
+    weight = _dequantize(packed, absmax, blocksize, kind, shape, x.dtype)
+    return x.new_zeros(*x.shape[:-1], weight.shape[0])
+
+
 _PRODUCTS: dict[Any, Callable[..., Any]] = {
     _aten.mm.default: _mm,
     _aten.addmm.default: _addmm,
@@ -91,20 +98,5 @@ class SkippedProducts(TorchDispatchMode):
             if func._opname == "dequantize_4bit":
                 return _dequantize(*args, **kwargs)
             if func._opname == "gemm_4bit":
-                return self._gemm_4bit(*args, **kwargs)
+                return _gemm_4bit(*args, **kwargs)
         return func(*args, **kwargs)
-
-    def _gemm_4bit(
-        self,
-        x: Tensor,
-        packed: Tensor,
-        shape: Any,
-        absmax: Tensor,
-        blocksize: int,
-        kind: str,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        """bitsandbytes unpacks the whole weight and multiplies."""
-        weight = _dequantize(packed, absmax, blocksize, kind, shape, x.dtype)
-        with self:
-            return F.linear(x, weight, bias)
