@@ -186,6 +186,7 @@ def figure(method: str, peak: int, **fields: Any) -> MemoryFigure:
         device="cpu",
         products="computed",
         seed=0,
+        mlp_tile_tokens=0,
         peak_bytes=peak,
         meter="cpu profiler",
         weight_bytes=1,

@@ -63,12 +63,13 @@ SWEPT = ("mebp-stock-loss", "mebp", "mesp", "mezo")
 
 
 @contextmanager
-def blocks_run_as(model: Any, blocks: str) -> Iterator[None]:
+def blocks_run_as(model: Any, blocks: str, mlp_tile_tokens: int | None = None) -> Iterator[None]:
     """Inside of a ``with`` block the model's decoder blocks run one way; afterwards they are as they were.
 
     Args:
         model: a `PeftModel`.
         blocks: see `StepMethod`.
+        mlp_tile_tokens: for "mesp", see `MespConfig`.
 
     Raises:
         RuntimeError: "mesp", and a block can't run structured.
@@ -76,7 +77,7 @@ def blocks_run_as(model: Any, blocks: str) -> Iterator[None]:
     if blocks == "checkpointed":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     elif blocks == "mesp":
-        attach(model, MespConfig(tiled_loss="never", strict=True))
+        attach(model, MespConfig(tiled_loss="never", strict=True, mlp_tile_tokens=mlp_tile_tokens))
     try:
         yield
     finally:

@@ -23,6 +23,7 @@ class MemoryFigure:
         device: "cpu" or "cuda".
         products: "computed", or "skipped" where matrix products were allocated but not computed.
         seed: of weights, adapter and tokens.
+        mlp_tile_tokens: MeSP's option, 0 for its own choice; other methods have no tiles.
         peak_bytes: most bytes alive during forward, backward and SGD's step, above weights, adapter and the adapter's
             gradients.
         meter: name of the meter.
@@ -44,6 +45,7 @@ class MemoryFigure:
     device: str
     products: str
     seed: int
+    mlp_tile_tokens: int
     peak_bytes: int | None
     meter: str
     weight_bytes: int

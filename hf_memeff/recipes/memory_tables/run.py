@@ -132,6 +132,7 @@ class MemoryTables:
                             device=device,
                             products=settings.products,
                             seed=settings.seed,
+                            mlp_tile_tokens=settings.mlp_tile_tokens,
                             peak_bytes=peak,
                             meter=meter,
                             weight_bytes=weights,
@@ -151,7 +152,7 @@ class MemoryTables:
         device = str(self.settings.device)
         found: dict[str, tuple[int | None, str, tuple[float, ...]]] = {}
         for blocks, group in groupby((METHODS[key] for key in methods), key=lambda method: method.blocks):
-            with blocks_run_as(model, blocks):
+            with blocks_run_as(model, blocks, self.settings.mlp_tile_tokens or None):
                 for method in group:
                     with loss_runs_as(model, method.tiled_loss), self._arithmetic():
                         step = self._ready(model, method, ids)

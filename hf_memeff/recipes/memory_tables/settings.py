@@ -55,6 +55,7 @@ class TableSettings:
         default_factory=lambda: list(PRECISIONS), metadata={"help": f"Of {', '.join(PRECISIONS)}."}
     )
     layers: int = _key(0, "First so many decoder blocks of each model. 0: all.")
+    mlp_tile_tokens: int = _key(0, "MeSP's option: rows of one tile of a block. 0: its own choice, 256 at least.")
     device: str | None = _key(None, "cpu or cuda. None: cuda if there is one and products are computed.")
     products: str = _key(
         "computed",
@@ -87,6 +88,7 @@ class TableSettings:
                     )
         smallest = {
             "layers": 0,
+            "mlp_tile_tokens": 0,
             "tokens": 2,
             "rank": 1,
             "rounds": 0,

@@ -52,6 +52,8 @@ def _conditions(own: Sequence[MemoryFigure]) -> str:
     )
     if less:
         text += f" Fewer blocks than the models have ({'; '.join(less)}): the paper's figures are for all of them."
+    if first.mlp_tile_tokens:
+        text += f" MeSP with mlp_tile_tokens={first.mlp_tile_tokens}, less than its own choice."
     if first.products == "skipped":
         text += " Matrix products and attention were allocated, not computed."
     return text
