@@ -63,6 +63,7 @@ def test_a_prompt_too_short_to_be_sparse_is_refused(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_small_version_on_the_real_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         find_smollm2(allow_download=False)

@@ -45,6 +45,7 @@ def by_method(content: dict[str, Any], setting: str) -> dict[str, dict[str, Any]
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_commonsense_in_its_small_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -73,6 +74,7 @@ def test_commonsense_in_its_small_version(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_dpo_in_its_small_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
