@@ -109,6 +109,7 @@ def test_the_example_and_its_commands_parse() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_example_s_small_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     try:

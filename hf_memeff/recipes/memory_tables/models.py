@@ -100,8 +100,5 @@ def bytes_of(tensors: Sequence[Tensor]) -> int:
 
 def adapted_widths(model: nn.Module) -> list[tuple[int, int]]:
     """Input width and rank of every adapter, in the model's order."""
-    return [
-        (int(module.lora_A.default.in_features), int(module.lora_A.default.out_features))
-        for module in model.modules()
-        if isinstance(getattr(module, "lora_A", None), nn.ModuleDict)
-    ]
+    adapted: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "lora_A", None), nn.ModuleDict)]
+    return [(m.lora_A["default"].in_features, m.lora_A["default"].out_features) for m in adapted]
