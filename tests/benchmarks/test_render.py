@@ -55,6 +55,8 @@ def test_sage_s_results_have_blocks(learning, steps, cosines, tmp_path: Path) ->
     assert {name for name, text in found.items() if text == NOT_MEASURED} == {
         "sage-learning-boolq",
         "sage-learning-boolq-note",
+        "sage-learning-boolq-rates",
+        "sage-learning-gsm8k-rates",
     }
     readme = tmp_path / "README.md"
     readme.write_text("".join(f"{mark(name, chr(10))}\n" for name in blocks(tmp_path)))

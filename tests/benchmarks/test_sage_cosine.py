@@ -34,7 +34,7 @@ def cosines(folder: Path, base: Any, batches: list[Batch], trained: Path | None 
 
 def test_the_plan_starts_with_the_default_and_has_every_variant() -> None:
     methods = planned_cosines([0.25, 0.5])
-    assert len(methods) == len(set(methods)) == 3 * 5 * 2
+    assert len(methods) == len(set(methods)) == 3 * 4 * 2
     assert methods[:2] == [SageMethod("sage-gradient", 0.25), SageMethod("sage-gradient", 0.5)]
     for name, own, other in (("sage-attention", "kept", "all"), ("sage-gradient", "all", "kept")):
         variants = {(m.dense_layers, m.backward_keys) for m in methods if m.name == name}

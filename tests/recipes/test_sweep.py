@@ -162,6 +162,7 @@ def test_what_cannot_work_is_refused_before_the_model_loads(
 
 
 def test_dpo_has_its_rewards_and_one_bar(sweeps: Sweeps, capfd: pytest.CaptureFixture[str]) -> None:
+    datasets.enable_progress_bars()  # other tests may have left them off
     done, _ = sweeps(trainer="dpo", methods=["sage-random"], seeds=[0], output_dir=str(sweeps.folder / "dpo"))
     assert done[0].result.evaluation["eval_loss"].base == pytest.approx(0.693147, abs=1e-4)
     assert sweep_rows(done)[0].metrics["eval_rewards/margins"].mean != 0
