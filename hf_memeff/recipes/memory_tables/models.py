@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,7 +45,8 @@ def build_base(shape: ModelShape, precision: str, device: str, layers: int, seed
 
 
 def _quantise(block: nn.Module, device: str) -> None:
-    bitsandbytes = importlib.import_module("bitsandbytes")
+    import bitsandbytes  # optional
+
     for parent in list(block.modules()):
         for name, linear in list(parent.named_children()):
             if type(linear) is not nn.Linear:
