@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 
 class RecipeError(ValueError):
@@ -25,3 +26,19 @@ def require_packages(extra: str, *names: str) -> None:
             f"Got an installation without {', '.join(missing)}, expected {', '.join(names)}. "
             f"Fix: pip install 'hf_memeff[{extra}]'."
         )
+
+
+def make_output(output_dir: str) -> Path:
+    """Create the folder that a run writes to.
+
+    Raises:
+        RecipeError: it cannot be created.
+    """
+    output = Path(output_dir)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecipeError(
+            f"Got output_dir: {output} ({error.strerror}), expected a folder to write to. Fix: choose another."
+        ) from error
+    return output

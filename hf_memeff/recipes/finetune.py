@@ -9,10 +9,10 @@ from typing import Any
 import yaml
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_memeff.recipes.errors import RecipeError
+from hf_memeff.recipes.errors import RecipeError, make_output
 from hf_memeff.recipes.learning_curve import plot_learning_curve
 from hf_memeff.recipes.parsing import parse_plan, resolved
-from hf_memeff.recipes.preparing import load_base, make_output, prepare
+from hf_memeff.recipes.preparing import load_base, prepare
 from hf_memeff.recipes.results import RESULTS_NAME, RunResult, write_result
 from hf_memeff.recipes.trainers import first_batch
 from hf_memeff.recipes.training import train
@@ -47,7 +47,7 @@ def finetune(
         say(yaml.safe_dump(resolved(plan), sort_keys=False).rstrip())
         say(first_batch(plan, prepared.model_config, prepared.tokenizer, prepared.data))
         return None
-    output = make_output(plan)
+    output = make_output(plan.training.output_dir)
     source = prepared.source
     say(f"Loading {source.published_name or source.path} ({source.origin}) ...")
     result = train(plan, prepared, load_base(plan, source), checkpoint=checkpoint, say=say)

@@ -14,11 +14,11 @@ from transformers import set_seed
 from hf_memeff.benchmarks.results import Environment
 from hf_memeff.memory import measure_peak_memory
 from hf_memeff.recipes.demo.options import write_json
-from hf_memeff.recipes.errors import RecipeError
+from hf_memeff.recipes.errors import RecipeError, make_output
 from hf_memeff.recipes.mezo import PUBLISHED_LORA_EPSILON
 from hf_memeff.recipes.mezo_trainer import MezoConfig, MezoTrainer
 from hf_memeff.recipes.parsing import RunPlan, parse_plan
-from hf_memeff.recipes.preparing import load_base, make_output, prepare, public_model
+from hf_memeff.recipes.preparing import load_base, prepare, public_model
 from hf_memeff.recipes.results import LossPoint
 from hf_memeff.recipes.trainers import build_trainer
 from hf_memeff.tuners.attach import attach
@@ -137,7 +137,7 @@ def run_baselines(
     prepared = prepare(plan, say)
     if prepared.data.test is None:
         raise RecipeError("Got no test split, expected one to judge by. Fix: set dataset_test_split.")
-    output = make_output(plan)
+    output = make_output(plan.training.output_dir)
     model = load_base(plan, prepared.source)
     set_seed(plan.training.seed)  # the trainer seeds itself only after the adapter's initial values are drawn
     trainer = build_trainer(plan, model, prepared.tokenizer, prepared.data)

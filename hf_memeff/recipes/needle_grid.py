@@ -21,7 +21,7 @@ from hf_memeff.benchmarks.results import Environment
 from hf_memeff.benchmarks.shelf import Shelf, joined
 from hf_memeff.benchmarks.tables import table
 from hf_memeff.integrations.attention import register_anchor, set_anchor_config
-from hf_memeff.recipes.errors import RecipeError
+from hf_memeff.recipes.errors import RecipeError, make_output
 from hf_memeff.recipes.long_questions import document, read_passages, shipped_passages
 from hf_memeff.recipes.model_source import ModelSource, find_smollm2, load_model, load_tokenizer
 from hf_memeff.recipes.needle_arguments import NeedleArguments, parse_needles
@@ -80,7 +80,7 @@ def run_needles(config: Path, words: Sequence[str] = (), say: Callable[[str], ob
     ]
     for task in tasks:
         _check_text(task)
-    output = _output(arguments)
+    output = make_output(arguments.output_dir)
     model = _load(arguments, source, say)
     set_anchor_config(model, anchor)  # which calibration and all that follows take over
     name = public_model(source)
@@ -135,17 +135,6 @@ def _check_text(task: _Task) -> None:
             f"Got {names[0]}: {max(task.lengths)}, expected at most {available}, the tokens that there are beside "
             f"those for calibration. Fix: shorter ones, or {names[1]} with more text."
         )
-
-
-def _output(arguments: NeedleArguments) -> Path:
-    output = Path(arguments.output_dir)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RecipeError(
-            f"Got output_dir: {output} ({error.strerror}), expected a folder to write to. Fix: choose another."
-        ) from error
-    return output
 
 
 def _load(arguments: NeedleArguments, source: ModelSource, say: Callable[[str], object]) -> Any:

@@ -70,22 +70,6 @@ def prepare(plan: RunPlan, say: Callable[[str], object] = print) -> Prepared:
     return Prepared(source, tokenizer, model_config, data)
 
 
-def make_output(plan: RunPlan) -> Path:
-    """Create the folder that a run writes to.
-
-    Raises:
-        RecipeError: it cannot be created.
-    """
-    output = Path(plan.training.output_dir)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RecipeError(
-            f"Got output_dir: {output} ({error.strerror}), expected a folder to write to. Fix: choose another."
-        ) from error
-    return output
-
-
 def load_base(plan: RunPlan, source: ModelSource) -> Any:
     """The base model of a run, without adapter; what its files lack is drawn with the run's seed.
 

@@ -21,10 +21,10 @@ from hf_memeff.benchmarks.progress import progress
 from hf_memeff.benchmarks.results import ResultsError
 from hf_memeff.benchmarks.sage_methods import SageMethod, expand
 from hf_memeff.benchmarks.sage_results import method_key
-from hf_memeff.recipes.errors import RecipeError
+from hf_memeff.recipes.errors import RecipeError, make_output
 from hf_memeff.recipes.model_source import ModelSource
 from hf_memeff.recipes.parsing import RunPlan, parse_plan
-from hf_memeff.recipes.preparing import Prepared, load_base, make_output, prepare, public_model, public_settings
+from hf_memeff.recipes.preparing import Prepared, load_base, prepare, public_model, public_settings
 from hf_memeff.recipes.results import RESULTS_NAME, RunResult, read_result, write_result
 from hf_memeff.recipes.sweep_arguments import SweepArguments, method_changes
 from hf_memeff.recipes.sweep_progress import StepReport, quiet_datasets
@@ -80,7 +80,7 @@ def run_sweep(
             for run in runs:
                 title = f"{name}, {run.method.title}, seed {run.plan.training.seed}"
                 advance(title, 0)
-                folder = make_output(run.plan)
+                folder = make_output(run.plan.training.output_dir)
                 result = _finished(run.plan, settings[name], folder)
                 if result is None:
                     base = _base(run.plan, settings[name]) if base is None else base

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from hf_memeff.benchmarks.comparison import timed
 from hf_memeff.benchmarks.results import Environment, write_results
 from hf_memeff.memory import measure_peak_memory
-from hf_memeff.recipes.errors import RecipeError
+from hf_memeff.recipes.errors import RecipeError, make_output
 from hf_memeff.recipes.memory_tables.methods import (
     METHODS,
     SWEPT,
@@ -66,13 +65,7 @@ class MemoryTables:
             RecipeError: gradients are not LoRA's, or the output folder cannot be written to.
         """
         settings, device = self.settings, str(self.settings.device)
-        folder = Path(settings.output_dir)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RecipeError(
-                f"Got output_dir: {folder} ({error.strerror}), expected a folder to write to. Fix: choose another."
-            ) from error
+        folder = make_output(settings.output_dir)
         environment = Environment.here(device)
         for precision in settings.precisions:
             largest = self._check_gradients(precision)
